@@ -1,0 +1,115 @@
+"""Records that cross floors: what is sampled, how it was graded, and the tree it belongs to.
+
+Torch-free on purpose: tasks, engines, rollout and telemetry all speak in these. Token ids are kept
+from the engine to the loss and are never made again from text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Split = Literal["train", "eval"]
+Role = Literal["actor", "critic"]
+TurnKind = Literal["attempt", "feedback", "revision"]
+Finish = Literal["stop", "length", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One problem of a task.
+
+    Example: ``Prompt(id="checksum/train/17", text="7+4+9+3+6", gold="9", task="checksum")``
+    """
+
+    id: str
+    """Unique over the run and stable over restarts; groups are keyed by it, never by the text."""
+    text: str
+    """What the actor is asked."""
+    gold: str
+    """The verified answer (or the verifier's program). Only graders read it; no prompt may hold it."""
+    task: str
+    """Name of the task that grades it."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Task-specific facts, JSON-able (level, subject, options, ...)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """A verifier's verdict on one answer.
+
+    Example: ``Grade(score=0.0, parsed="7", reason="gold is 9")``
+    """
+
+    score: float
+    """Verified reward in [0, 1]; 0 where ``failed``."""
+    parsed: str | None
+    """The answer that was read from the text, None where there was none."""
+    reason: str = ""
+    """Why, in a few words."""
+    failed: bool = False
+    """The verifier itself broke (crash, timeout): not a wrong answer, and out of every statistic."""
+    seconds: float = 0.0
+    """Wall-clock time of the check."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One sampled text with the exact ids that were fed and sampled.
+
+    Example: ``Turn(kind="attempt", prompt_ids=[5, 21, 6], ids=[30, 4], logprobs=[-1.2, -0.1], finish="stop",
+    version=3, text="9")``
+    """
+
+    kind: TurnKind
+    prompt_ids: np.ndarray
+    """int32 [num_prompt_tokens]: everything the model saw."""
+    ids: np.ndarray
+    """int32 [num_tokens]: what it sampled, with the end token where it stopped by itself."""
+    logprobs: np.ndarray
+    """float32 [num_tokens]: log-prob of each sampled id at the sampling temperature, by the engine."""
+    finish: Finish
+    version: int
+    """Number of published updates of the policy that sampled it."""
+    text: str
+    grade: Grade | None = None
+    """Set for attempts and revisions."""
+    advantage: float = 0.0
+    """Credit of the whole turn, broadcast over its tokens."""
+    trainable: bool = True
+    """False where the turn failed or its group has no variance: it adds nothing to the loss."""
+
+    @property
+    def reward(self) -> float:
+        return 0.0 if self.grade is None else self.grade.score
+
+    @property
+    def failed(self) -> bool:
+        return self.finish == "failed" or (self.grade is not None and self.grade.failed)
+
+
+@dataclass(kw_only=True, slots=True)
+class Tree:
+    """All turns of one prompt: G attempts, F feedbacks for C of them, M revisions for each feedback.
+
+    ``criticised[c]`` is the index of the attempt that ``feedbacks[c]`` speaks about. ``revisions[c][f]``
+    are the M answers to ``feedbacks[c][f]``; ``probes`` has the same shape and holds what the adapted
+    actor answered to the same text (V*), empty until the probe has run.
+    """
+
+    prompt: Prompt
+    attempts: list[Turn]
+    criticised: list[int] = field(default_factory=list)
+    feedbacks: list[list[Turn]] = field(default_factory=list)
+    revisions: list[list[list[Turn]]] = field(default_factory=list)
+    probes: list[list[list[Turn]]] = field(default_factory=list)
+
+    def turns(self, kind: TurnKind) -> list[Turn]:
+        """All turns of one kind in tree order (attempt, then feedback, then revision)."""
+        if kind == "attempt":
+            return list(self.attempts)
+        if kind == "feedback":
+            return [z for zs in self.feedbacks for z in zs]
+        return [y for ys_F in self.revisions for ys in ys_F for y in ys]

@@ -1,0 +1,532 @@
+"""Every setting of a run: frozen dataclasses, checked when they are made, with no torch in sight.
+
+A run is one `Config`. `recipes.py` holds functions that return one; `--set a.b=c` changes single fields
+(`override`); `to_json` / `from_json` write it beside the run and read it for a resume. A cross-field rule
+raises `ValueError` and names the field that fixes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A Llama-shaped decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention, no bias."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int = 352
+    num_attention_heads: int = 4
+    num_query_groups: int = 2
+    """Key-value heads; divides `num_attention_heads`."""
+    max_sequence_length: int = 128
+    """Tokens of prompt and answer together."""
+    tied_head: bool = False
+    """Share the input embedding with the output layer."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of fresh weights; output projections get it over sqrt(2 * num_layers)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+                     "num_query_groups", "max_sequence_length"):  # fmt: skip
+            _check(
+                getattr(self, name) > 0,
+                f"model.{name} is {getattr(self, name)}, expected a positive number",
+            )
+        _check(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"model.hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+            f"{self.num_attention_heads}; change one of the two",
+        )
+        _check(
+            self.num_attention_heads % self.num_query_groups == 0,
+            f"model.num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
+            f"{self.num_query_groups}; change num_query_groups",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How one role is split over the ranks of the job; data parallelism takes what is left."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Virtual stages held by each pipeline rank; 1 is the plain 1F1B schedule."""
+    sequence_parallel: bool = False
+    """Split norms and residuals over the TP ranks along the tokens."""
+    recompute: Literal["none", "full"] = "none"
+    """Recompute a layer's activations in the backward pass instead of keeping them."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp"):
+            _check(
+                getattr(self, name) > 0,
+                f"parallel.{name} is {getattr(self, name)}, expected 1 or more",
+            )
+        _check(
+            self.vpp == 1 or self.pp > 1,
+            f"parallel.vpp is {self.vpp} with pp 1; set pp above 1 or vpp to 1",
+        )
+        _check(
+            not (self.sequence_parallel and self.tp == 1),
+            "parallel.sequence_parallel is on with tp 1, where it can do nothing; set tp above 1 or turn it off",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay, as Megatron-Core builds it."""
+
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    """Where a decaying schedule ends."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """Optimizer steps from 0 to `lr`."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    distributed: bool = True
+    """Shard the optimizer's state over the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        _check(self.lr >= 0, f"optimizer.lr is {self.lr}, expected 0 or more")
+        _check(
+            0 <= self.min_lr <= self.lr,
+            f"optimizer.min_lr is {self.min_lr}, expected between 0 and optimizer.lr {self.lr}",
+        )
+        _check(
+            self.warmup_steps >= 0,
+            f"optimizer.warmup_steps is {self.warmup_steps}, expected 0 or more",
+        )
+        for name in ("beta1", "beta2"):
+            _check(
+                0 <= getattr(self, name) < 1,
+                f"optimizer.{name} is {getattr(self, name)}, expected in [0, 1)",
+            )
+        _check(
+            self.clip_grad >= 0,
+            f"optimizer.clip_grad is {self.clip_grad}, expected 0 (off) or more",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """The clipped policy gradient of one role (token mean over the global batch)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Bound of the ratio for negative advantages; None is off."""
+    kl_coef: float = 1e-3
+    """Weight of the k3 KL to the frozen reference; 0 also saves the reference forward pass."""
+    entropy_coef: float = 0.0
+    engine_is_cap: float | None = None
+    """Cap of the truncated importance weight learner/engine; None is off."""
+    updates_per_batch: int = 1
+    """Optimizer steps taken on one batch of turns; old log-probs are fixed before the first."""
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.clip_low < 1, f"loss.clip_low is {self.clip_low}, expected in [0, 1)")
+        _check(self.clip_high >= 0, f"loss.clip_high is {self.clip_high}, expected 0 or more")
+        _check(self.kl_coef >= 0, f"loss.kl_coef is {self.kl_coef}, expected 0 or more")
+        _check(
+            self.updates_per_batch > 0,
+            f"loss.updates_per_batch is {self.updates_per_batch}, expected 1 or more",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleConfig:
+    """One of the two policies: its shape, its layout, how it learns."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: bool = True
+    """False: a frozen policy. It answers, it never learns, and it needs no optimizer."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    max_tokens_per_micro_batch: int = 16384
+    """Capacity of one packed micro-batch, tokens per data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        heads, groups, tp = (
+            self.model.num_attention_heads,
+            self.model.num_query_groups,
+            self.parallel.tp,
+        )
+        _check(
+            heads % tp == 0,
+            f"parallel.tp {tp} does not divide model.num_attention_heads {heads}; use a tp that does",
+        )
+        _check(
+            groups % tp == 0,
+            f"parallel.tp {tp} does not divide model.num_query_groups {groups}; use a smaller tp or more groups",
+        )
+        _check(
+            self.model.ffn_hidden_size % tp == 0,
+            f"parallel.tp {tp} does not divide model.ffn_hidden_size {self.model.ffn_hidden_size}",
+        )
+        stages = self.parallel.pp * self.parallel.vpp
+        _check(
+            self.model.num_layers % stages == 0,
+            f"parallel.pp * parallel.vpp = {stages} does not divide model.num_layers {self.model.num_layers}; "
+            "change parallel.pp, parallel.vpp or model.num_layers",
+        )
+        _check(
+            self.max_tokens_per_micro_batch >= self.model.max_sequence_length,
+            f"max_tokens_per_micro_batch {self.max_tokens_per_micro_batch} is below model.max_sequence_length "
+            f"{self.model.max_sequence_length}: one sequence would not fit; raise it",
+        )
+
+    def data_parallel(self, world_size: int, role: str) -> int:
+        """Data-parallel replicas of this role on `world_size` ranks; ValueError where they do not divide."""
+        ranks = self.parallel.tp * self.parallel.pp
+        _check(
+            world_size % ranks == 0,
+            f"{role}.parallel.tp * pp = {ranks} does not divide the {world_size} ranks of the job; "
+            f"change {role}.parallel or --nproc",
+        )
+        return world_size // ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """The tree of one prompt and how its turns are sampled."""
+
+    prompts_per_step: int = 32
+    """Prompts of one step over all ranks."""
+    attempts: int = 8
+    """G: attempts per prompt."""
+    criticised: int = 4
+    """C <= G: attempts per prompt that get feedback; 0 is plain RL without a critic."""
+    feedbacks: int = 4
+    """F: feedbacks per criticised attempt."""
+    revisions: int = 2
+    """M: revisions per feedback."""
+    select: Literal["natural", "prefer_wrong"] = "natural"
+    """Which attempts are criticised; `prefer_wrong` is weighted back to the natural mix in the loss."""
+    temperature: float = 1.0
+    """Of sampling; log-probs are taken at the same temperature."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this much probability; 1 is off."""
+    max_attempt_tokens: int = 8
+    max_feedback_tokens: int = 16
+    max_revision_tokens: int = 8
+    """Longest answers, in tokens, the end token included."""
+    max_sequences_per_batch: int = 1024
+    """Sequences decoded together on one data-parallel rank; bounds the KV cache, changes no result."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "attempts", "max_attempt_tokens", "max_feedback_tokens",
+                     "max_revision_tokens", "max_sequences_per_batch"):  # fmt: skip
+            _check(
+                getattr(self, name) > 0,
+                f"rollout.{name} is {getattr(self, name)}, expected 1 or more",
+            )
+        _check(
+            0 <= self.criticised <= self.attempts,
+            f"rollout.criticised is {self.criticised}, expected between 0 and rollout.attempts {self.attempts}",
+        )
+        if self.criticised:
+            for name in ("feedbacks", "revisions"):
+                _check(
+                    getattr(self, name) > 0,
+                    f"rollout.{name} is {getattr(self, name)} while rollout.criticised is {self.criticised}; "
+                    "set it to 1 or more, or rollout.criticised to 0",
+                )
+        _check(
+            self.temperature > 0,
+            f"rollout.temperature is {self.temperature}, expected above 0 (greedy decoding is for evaluation)",
+        )
+        _check(self.top_k >= 0, f"rollout.top_k is {self.top_k}, expected 0 (off) or more")
+        _check(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}, expected in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BilevelConfig:
+    """Who is paid for what (Bi-NAC, arXiv 2605.24547, eq. 2-4) and who moves when."""
+
+    lam: float = 0.1
+    """Weight of the value-function penalty. 0 is joint training; above 0, V* > V lowers a feedback's credit."""
+    adaptation: Literal["follow"] = "follow"
+    """How the best response th* is had: the actor as it stands after the block's own steps."""
+    actor_steps_per_critic_step: int = 1
+    """K: actor updates between two critic updates."""
+    discrimination_coef: float = 0.0
+    """b_dis: reward of a verdict tag that agrees with the verifier."""
+    leak_coef: float = 0.0
+    """b_leak: penalty of a feedback that holds the verified answer."""
+    attempt_weight: float = 1.0
+    """w0: weight of the attempt's own reward in its credit."""
+    attempt_value_weight: float = 0.1
+    """g: weight of the mean value of the feedback on the attempt in its credit."""
+    improvement_weight: float = 0.0
+    """alpha: weight of R(y1) - R(y0) in the revision's credit."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self.actor_steps_per_critic_step > 0,
+            f"bilevel.actor_steps_per_critic_step is {self.actor_steps_per_critic_step}, expected 1 or more",
+        )
+        for name in ("discrimination_coef", "leak_coef", "attempt_weight", "attempt_value_weight"):
+            _check(
+                getattr(self, name) >= 0,
+                f"bilevel.{name} is {getattr(self, name)}, expected 0 or more",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What is asked and who grades it."""
+
+    name: str = "checksum"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the task's builder, JSON-able."""
+    vocab_size: int = 320
+    """Size of the SentencePiece vocabulary that is trained from the task's own text."""
+    tokenizer: str | None = None
+    """Path of a SentencePiece model or of a Hugging Face tokenizer folder; None trains one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleWarmStart:
+    """Supervised steps of one role before any reinforcement learning."""
+
+    steps: int = 0
+    """0 starts from fresh weights."""
+    batch: int = 128
+    """Examples of one step over all ranks."""
+    lr: float = 2e-3
+    warmup_steps: int = 20
+
+    def __post_init__(self) -> None:
+        _check(self.steps >= 0, f"warm_start steps is {self.steps}, expected 0 or more")
+        _check(self.batch > 0, f"warm_start batch is {self.batch}, expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStartConfig:
+    """Short supervised training for the formats of the three turns, cached by content."""
+
+    actor: RoleWarmStart = field(default_factory=RoleWarmStart)
+    critic: RoleWarmStart = field(default_factory=RoleWarmStart)
+    cache_dir: str = "runs/warm_start"
+    """Folder of the cache; the key is a hash of everything that decides the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Held-out measurement, the same in the loop and in `binac eval`."""
+
+    every: int = 0
+    """Steps between evaluations inside the run; 0 evaluates only before the first and after the last step."""
+    num_prompts: int = 256
+    """Held-out prompts, the same ones every time."""
+    samples: int = 1
+    """Sampled attempts per prompt (each with one feedback and one revision), beside the greedy one."""
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 0, f"eval.every is {self.every}, expected 0 or more")
+        _check(self.num_prompts > 0, f"eval.num_prompts is {self.num_prompts}, expected 1 or more")
+        _check(self.samples > 0, f"eval.samples is {self.samples}, expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackConfig:
+    """Where metrics go beside `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Weights & Biases project; None is off. Needs the extra `track`."""
+    transcripts_per_step: int = 1
+    """Trees written to `transcripts.jsonl` each step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One run."""
+
+    recipe: str
+    """Name of the recipe it came from; a run folder belongs to one recipe."""
+    seed: int = 1
+    num_steps: int = 100
+    """Steps of the outer loop: one actor update each."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves only at the end and on a signal."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    max_generated_tokens: int = 0
+    """Stop after the step that passes this many sampled tokens over all ranks; 0 is off."""
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    critic: RoleConfig | None = field(default_factory=RoleConfig)
+    """None: a recipe without a critic (rollout.criticised is 0), evaluated without feedback."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    bilevel: BilevelConfig = field(default_factory=BilevelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        _check(self.num_steps > 0, f"num_steps is {self.num_steps}, expected 1 or more")
+        _check(self.save_every >= 0, f"save_every is {self.save_every}, expected 0 or more")
+        _check(
+            self.keep_checkpoints > 0,
+            f"keep_checkpoints is {self.keep_checkpoints}, expected 1 or more",
+        )
+        _check(
+            self.max_generated_tokens >= 0,
+            f"max_generated_tokens is {self.max_generated_tokens}, expected 0 or more",
+        )
+        _check(
+            self.critic is not None or self.rollout.criticised == 0,
+            f"rollout.criticised is {self.rollout.criticised} but there is no critic; set rollout.criticised to 0 "
+            "or use a recipe with a critic",
+        )
+        longest = self.actor.model.max_sequence_length
+        turns = (
+            self.rollout.max_attempt_tokens
+            + self.rollout.max_feedback_tokens
+            + self.rollout.max_revision_tokens
+        )
+        _check(
+            not self.rollout.criticised or turns < longest,
+            f"the three turns may take {turns} tokens but actor.model.max_sequence_length is {longest}; raise it or "
+            "lower rollout.max_*_tokens",
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError where a role's layout does not fit `world_size` ranks."""
+        self.actor.data_parallel(world_size, "actor")
+        if self.critic is not None:
+            self.critic.data_parallel(world_size, "critic")
+
+
+def to_json(config: Config) -> str:
+    """The resolved config as indented JSON; `from_json` gives an equal one back."""
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True)
+
+
+def from_json(text: str) -> Config:
+    """A config from `to_json`'s text; ValueError names a key that is not known."""
+    return typing.cast(Config, _build(Config, json.loads(text), ""))
+
+
+def override(config: Config, assignments: list[str]) -> Config:
+    """Change single fields by `a.b=value`, as `--set` does; the whole config is checked again.
+
+    Values are JSON where they parse as JSON and plain text otherwise. Example:
+    ``override(config, ["actor.optimizer.lr=3e-4", "rollout.criticised=0"])``. Raises ValueError for an
+    unknown key (naming the closest), a value of the wrong type, or a broken rule.
+    """
+    tree = dataclasses.asdict(config)
+    for assignment in assignments:
+        key, sep, raw = assignment.partition("=")
+        _check(
+            bool(sep) and bool(key),
+            f"--set got {assignment!r}, expected key=value, such as num_steps=10",
+        )
+        node, path = tree, key.split(".")
+        for depth, part in enumerate(path):
+            free_form = path[:depth] == ["task", "options"]
+            if not free_form and (not isinstance(node, dict) or part not in node):
+                raise ValueError(_unknown_key(key))
+            if depth < len(path) - 1:
+                node = node[part]
+        try:
+            value = json.loads(raw)
+        except json.JSONDecodeError:
+            value = {"True": True, "False": False, "None": None}.get(raw, raw)
+        node[path[-1]] = value
+    return typing.cast(Config, _build(Config, tree, ""))
+
+
+def keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key that `--set` takes."""
+    names: list[str] = []
+    for item, hint in _fields(cls):
+        inner = _dataclass_of(hint)
+        if inner is None:
+            names.append(prefix + item.name)
+        else:
+            names += keys(inner, f"{prefix}{item.name}.")
+    return names
+
+
+def _unknown_key(key: str) -> str:
+    known = keys()
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    best = same_leaf or close
+    return f"unknown key {key!r}; the closest is {best[0]!r} (`binac recipes --keys` lists all)"
+
+
+def _fields(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    return [(item, hints[item.name]) for item in dataclasses.fields(cls)]
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def _build(cls: type, tree: dict[str, Any], prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ValueError(
+            f"{prefix.rstrip('.') or 'config'} is {tree!r}, expected an object with fields"
+        )
+    hints = {item.name: hint for item, hint in _fields(cls)}
+    for name in tree:
+        if name not in hints:
+            raise ValueError(_unknown_key(prefix + name))
+    values = {name: _convert(hints[name], value, prefix + name) for name, value in tree.items()}
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the field's type: ints pass as floats, nothing else is bent."""
+    inner = _dataclass_of(hint)
+    union = isinstance(hint, types.UnionType)
+    if value is None and union and type(None) in typing.get_args(hint):
+        return None
+    if inner is not None:
+        return _build(inner, value, key + ".")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        _check(
+            value in choices, f"{key} is {value!r}, expected one of {', '.join(map(repr, choices))}"
+        )
+        return value
+    kinds = [k for k in typing.get_args(hint) if k is not type(None)] if union else [hint]
+    kind = typing.get_origin(kinds[0]) or kinds[0]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    good = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    _check(good, f"{key} is {value!r} ({type(value).__name__}), expected {kind.__name__}")
+    return value

@@ -1,0 +1,174 @@
+"""Fused ops of the training step, each with a plain-torch twin, behind one dispatch rule.
+
+``BINAC_KERNELS`` = ``auto`` (default) | ``reference`` | ``triton``. ``auto`` takes Triton for CUDA
+tensors where it is installed, and the reference everywhere else: Triton's interpreter is for tests,
+not for training. The choice is logged once for each kind of device.
+
+Shapes: T tokens, H hidden, V columns of this rank's vocabulary shard, W = ceil(V / 32) mask words.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_binac.kernels import reference, vocab_parallel
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["reference", "triton"]
+
+
+def choose_backend(device_type: str) -> Backend:
+    """The one dispatch rule, by the environment and the kind of device.
+
+    Raises ValueError for an unknown ``BINAC_KERNELS``, for ``triton`` where it is not installed,
+    and for ``triton`` on CPU tensors without the interpreter.
+    """
+    interpret = os.environ.get("TRITON_INTERPRET") == "1"
+    return _choose(os.environ.get("BINAC_KERNELS", "auto"), device_type, interpret)
+
+
+@functools.cache
+def _choose(setting: str, device_type: str, interpret: bool) -> Backend:
+    if setting not in ("auto", "reference", "triton"):
+        raise ValueError(f"BINAC_KERNELS must be auto, reference or triton, got {setting!r}")
+    installed = importlib.util.find_spec("triton") is not None
+    if setting == "triton" and not installed:
+        raise ValueError(
+            "BINAC_KERNELS=triton needs Triton: pip install 'megatron-binac[kernels]', "
+            "or BINAC_KERNELS=auto"
+        )
+    if setting == "triton" and device_type == "cpu" and not interpret:
+        raise ValueError(
+            "BINAC_KERNELS=triton with CPU tensors needs TRITON_INTERPRET=1 in the environment "
+            "before the start (slow, for tests), or BINAC_KERNELS=auto"
+        )
+    on_gpu = setting == "auto" and installed and device_type == "cuda"
+    backend: Backend = "triton" if setting == "triton" or on_gpu else "reference"
+    logger.info("kernels: %s on %s (BINAC_KERNELS=%s)", backend, device_type, setting)
+    return backend
+
+
+def _vocab_backend(tensor: Tensor) -> vocab_parallel.VocabBackend:
+    if choose_backend(tensor.device.type) == "triton":
+        from megatron_binac.kernels import triton_logprob
+
+        return triton_logprob
+    return reference
+
+
+def token_logprob(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    num_real_columns: int | None = None,
+    first_column: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    mask_T: Tensor | None = None,
+    support_TW: Tensor | None = None,
+    with_entropy: bool = False,
+    accumulate_into_main_grad: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each label, and the entropy, of softmax(hidden @ weight.T / temperature).
+
+    The logits are never held: they are made tile by tile, once forward and once backward.
+
+    hidden [T, H] ([T/tp, H] of this rank under ``sequence_parallel``), weight [V, H] (this rank's
+    rows of the vocabulary), labels [T] (global ids) -> (log-prob [T], entropy [T] or None),
+    float32 (float64 for float64). Differentiable by hidden and weight through both outputs.
+
+    ``num_real_columns``: the global vocabulary without padding; columns behind it are never read.
+    ``first_column``: global id of the weight's row 0 (default rank * V: equal contiguous shards).
+    ``mask_T``: False rows are not computed; outputs and gradients 0, label and hidden not looked
+    at. ``support_TW``: int32 bitmask of this shard's columns; the softmax runs over its bits and
+    the label. ``accumulate_into_main_grad``: the weight's gradient is added to
+    ``weight.main_grad``, as in Megatron's fused linear. ``chunk_size``: tokens of a tile (None:
+    chosen so that a tile is 4 MiB).
+
+    Under a ``tp_group`` the outputs are the same on every rank, so each rank computes the same
+    loss and the same gradient comes back. The gradient of hidden is complete: summed over the
+    group, or reduce-scattered to the rank's rows under ``sequence_parallel``; hidden must not
+    also pass a copy-to-tensor-parallel-region.
+
+    Raises ValueError for bad shapes, a temperature <= 0, and labels outside the real columns on the
+    CPU (NaN on a GPU, which would have to wait for the check).
+    """
+    _check_linear(hidden_TH, weight_VH, accumulate_into_main_grad)
+    call = vocab_parallel.make_call(
+        _vocab_backend(hidden_TH),
+        labels_T,
+        num_shard_columns=weight_VH.shape[0],
+        temperature=temperature,
+        num_real_columns=num_real_columns,
+        first_column=first_column,
+        tp_group=tp_group,
+        mask_T=mask_T,
+        support_TW=support_TW,
+        with_entropy=with_entropy,
+        sequence_parallel=sequence_parallel,
+        accumulate_into_main_grad=accumulate_into_main_grad,
+        chunk_size=chunk_size,
+    )
+    return vocab_parallel.LinearLogprob.apply(hidden_TH, weight_VH, call)  # type: ignore
+
+
+def logprob_from_logits(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    num_real_columns: int | None = None,
+    first_column: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    mask_T: Tensor | None = None,
+    support_TW: Tensor | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``token_logprob`` for logits [T, V] (this rank's columns) that are already there."""
+    if logits_TV.dim() != 2 or logits_TV.shape[0] != labels_T.numel():
+        raise ValueError(
+            f"logits must be [T, V], T = {labels_T.numel()} labels, got {tuple(logits_TV.shape)}: "
+            "flatten the batch"
+        )
+    call = vocab_parallel.make_call(
+        _vocab_backend(logits_TV),
+        labels_T,
+        num_shard_columns=logits_TV.shape[1],
+        temperature=temperature,
+        num_real_columns=num_real_columns,
+        first_column=first_column,
+        tp_group=tp_group,
+        mask_T=mask_T,
+        support_TW=support_TW,
+        with_entropy=with_entropy,
+    )
+    return vocab_parallel.LogitsLogprob.apply(logits_TV, call)  # type: ignore[return-value]
+
+
+def _check_linear(hidden_TH: Tensor, weight_VH: Tensor, accumulate_into_main_grad: bool) -> None:
+    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden must be [T, H] and weight [V, H], got {tuple(hidden_TH.shape)} and "
+            f"{tuple(weight_VH.shape)}: flatten the batch, pass the output layer's own weight"
+        )
+    if hidden_TH.dtype != weight_VH.dtype:
+        raise ValueError(
+            f"hidden and weight must have one dtype, got {hidden_TH.dtype} and {weight_VH.dtype}"
+        )
+    needs_main_grad = accumulate_into_main_grad and weight_VH.requires_grad
+    if needs_main_grad and not hasattr(weight_VH, "main_grad"):
+        raise ValueError(
+            "accumulate_into_main_grad needs weight.main_grad (Megatron's DDP sets it): "
+            "wrap the model first, or turn it off"
+        )

@@ -1,0 +1,365 @@
+"""`binac`: the command line. Each command imports what it needs when it runs; help needs no torch.
+
+Exit codes: 0 done, 2 wrong use (one line on stderr, nothing overwritten), 130 and 143 stopped by
+SIGINT and SIGTERM after a checkpoint was saved, anything else a crash with its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_binac import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron_binac.config import Config
+
+BENCHMARKS = ("packing", "kernels")
+_LAYOUT = {
+    "tp": ("parallel.tp", "tensor-parallel ranks"),
+    "pp": ("parallel.pp", "pipeline stages"),
+    "vpp": ("parallel.vpp", "virtual stages of each pipeline rank"),
+    "sp": ("parallel.sequence_parallel", "split norms and residuals over the TP ranks"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    code, message = _guarded(lambda: args.command(args))
+    if message:
+        print(message, file=sys.stderr)
+    return code
+
+
+def _guarded(action: Callable[[], int]) -> tuple[int, str]:
+    """Run `action`; wrong use becomes exit code 2 and one line, a bug keeps its traceback."""
+    try:
+        return action(), ""
+    except KeyboardInterrupt:
+        return 130, "binac: interrupted before there was anything to save"
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone: its choice, and no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0, ""
+    except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
+        return 2, f"binac: error: {error}"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return 2, f"binac: error: {error.strerror or error}"
+
+
+# Commands that need ranks
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_binac import ranks, run_folder
+
+    world = _world_size(args.nproc)
+    config, run_dir = _resumed_run(args) if args.resume is not None else _new_run(args)
+    config.check_world(world)
+    _check_tracking(config)
+
+    ranks_exist = "RANK" in os.environ
+    first_rank = int(os.environ.get("RANK", "0")) == 0
+    if args.resume is None:
+        run_folder.claim(run_dir, config, fresh=args.fresh, first_rank=first_rank)
+    # Asked before any rank can have written one, so that all ranks agree.
+    resume = run_folder.latest_checkpoint(run_dir) is not None
+    if not first_rank:
+        return _run_here(run_dir, lambda setup: setup.run_training(config, run_dir, resume=resume))
+    with run_folder.locked(run_dir):
+        if args.resume is not None:
+            run_folder.write_config(run_dir, config)
+        print(
+            f"binac: {'continuing' if resume else 'starting'} {config.recipe} in {run_dir}",
+            flush=True,
+        )
+        if not ranks_exist and world > 1:
+            return ranks.start(world, ["train", str(run_dir), *(["--resume"] if resume else [])])
+        if not ranks_exist:
+            ranks.become_single(os.environ)
+        return _run_here(run_dir, lambda setup: setup.run_training(config, run_dir, resume=resume))
+
+
+def _new_run(args: argparse.Namespace) -> tuple[Config, Path]:
+    from megatron_binac import config as configs
+    from megatron_binac import recipes
+
+    if args.recipe is None:
+        raise ValueError("got no recipe; `binac recipes` lists them, --resume DIR continues a run")
+    base = recipes.get(args.recipe)
+    config = configs.override(base, [*_layout_assignments(args, base), *args.set])
+    return config, args.run_dir or _default_run_dir(config.recipe)
+
+
+def _resumed_run(args: argparse.Namespace) -> tuple[Config, Path]:
+    from megatron_binac import run_folder
+
+    run_dir: Path = args.resume
+    held = run_folder.load_config(run_dir)
+    if args.recipe not in (None, held.recipe):
+        raise ValueError(
+            f"{run_dir} holds a run of recipe {held.recipe!r}, got {args.recipe!r}; "
+            "leave the name out"
+        )
+    if args.run_dir not in (None, run_dir):
+        raise ValueError(
+            f"got --resume {run_dir} and --run-dir {args.run_dir}; give one of the two"
+        )
+    return run_folder.resumed(run_dir, [*_layout_assignments(args, held), *args.set]), run_dir
+
+
+def _layout_assignments(args: argparse.Namespace, config: Config) -> list[str]:
+    """The layout flags as `--set` would have them; a flag of one role beats the flag of both."""
+    found: list[str] = []
+    for role in ("actor", "critic"):
+        for flag, (key, _) in _LAYOUT.items():
+            own = getattr(args, f"{role}_{flag}")
+            if own is not None and role == "critic" and config.critic is None:
+                raise ValueError(
+                    f"got --critic-{flag}, but {config.recipe} has no critic; leave it out"
+                )
+            value = own if own is not None else getattr(args, flag)
+            if value is not None and not (role == "critic" and config.critic is None):
+                found.append(f"{role}.{key}={str(value).lower()}")
+    return found
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from megatron_binac import ranks, run_folder
+
+    run_dir: Path = args.run_dir
+    config = run_folder.load_config(run_dir)
+    world = _world_size(args.nproc)
+    config.check_world(world)
+    if run_folder.latest_checkpoint(run_dir) is None:
+        raise ValueError(
+            f"{run_dir} has no checkpoint yet; go on with binac train --resume {run_dir}"
+        )
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise ValueError(f"--num-prompts is {args.num_prompts}, expected 1 or more")
+    if args.output is not None and args.output.exists():
+        raise ValueError(f"{args.output} exists already; pass a new --output")
+    if "RANK" not in os.environ and world > 1:
+        worker = ["eval", str(run_dir)]
+        worker += ["--num-prompts", str(args.num_prompts)] if args.num_prompts else []
+        worker += ["--output", str(args.output)] if args.output else []
+        return ranks.start(world, worker)
+    if "RANK" not in os.environ:
+        ranks.become_single(os.environ)
+    return _run_here(run_dir, _evaluation(args, config))
+
+
+def _evaluation(args: argparse.Namespace, config: Config) -> Callable[[Any], int]:
+    return lambda setup: setup.run_eval(
+        config, args.run_dir, num_prompts=args.num_prompts, output=args.output
+    )
+
+
+def _worker(args: argparse.Namespace) -> int:
+    """One rank that `ranks.start` has started; the run folder says everything else."""
+    from megatron_binac import ranks, run_folder
+
+    ranks.die_with_parent()
+    config, run_dir = run_folder.load_config(args.run_dir), args.run_dir
+    if args.job == "train":
+        return _run_here(
+            run_dir, lambda setup: setup.run_training(config, run_dir, resume=args.resume)
+        )
+    return _run_here(run_dir, _evaluation(args, config))
+
+
+def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
+    """Run `job(megatron_binac.training.setup)` in this process, which is one rank."""
+    from megatron_binac import ranks
+
+    ranks.set_defaults(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def logged() -> int:
+        setup = importlib.import_module("megatron_binac.training.setup")
+        try:
+            return job(setup)
+        except ValueError as error:
+            # A line on the screen is enough for wrong use; for a bug the way to it is kept.
+            with open(run_dir / "log.txt", "a", encoding="utf-8") as log:
+                traceback.print_exc(file=log)
+            raise ValueError(f"{error} (traceback in {run_dir / 'log.txt'})") from error
+
+    return ranks.leave(*_guarded(logged))
+
+
+def _world_size(nproc: int | None) -> int:
+    """Ranks of the job: what the environment says, else --nproc, else 1."""
+    from megatron_binac import ranks
+
+    if nproc is not None and nproc < 1:
+        raise ValueError(f"--nproc is {nproc}, expected 1 or more")
+    world = ranks.existing(os.environ)
+    if world is not None and nproc not in (None, world):
+        raise ValueError(
+            f"--nproc is {nproc}, but torchrun or srun has started {world} ranks; leave --nproc out"
+        )
+    return world or nproc or 1
+
+
+def _default_run_dir(recipe: str) -> Path:
+    """runs/RECIPE-TIME; ranks that somebody else has started must come to the same name."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if "SLURM_JOB_ID" in os.environ:
+        return Path("runs") / f"{recipe}-job{os.environ['SLURM_JOB_ID']}"
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+        raise ValueError("ranks on several machines need one folder that all see; pass --run-dir")
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(_start_time(os.getppid())))
+    return Path("runs") / f"{recipe}-{stamp}"
+
+
+def _start_time(pid: int) -> float:
+    """Seconds since the epoch at which a process began; the ranks of one torchrun share it."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    lines = Path("/proc/stat").read_text().splitlines()
+    boot = next(int(line.split()[1]) for line in lines if line.startswith("btime"))
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _check_tracking(config: Config) -> None:
+    if config.track.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"track.wandb_project is {config.track.wandb_project!r} but wandb is not installed; "
+            "pip install 'megatron_binac[track]', or --set track.wandb_project=null"
+        )
+
+
+# Commands that read
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_binac import report
+
+    for run_dir in args.run_dirs:
+        if not (run_dir / "metrics.jsonl").is_file():
+            raise ValueError(f"{run_dir} has no metrics.jsonl; expected the folder of a run")
+    print(report.results_table(args.run_dirs))
+    out = args.out or (args.run_dirs[0] if len(args.run_dirs) == 1 else Path("."))
+    for path in report.write_report(args.run_dirs, out):
+        print(path)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_binac import doctor
+
+    return doctor.main(as_json=args.json)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from megatron_binac import config as configs
+    from megatron_binac import recipes
+
+    if args.keys:
+        print("\n".join(configs.keys()))
+    elif args.name is not None:
+        print(configs.to_json(recipes.get(args.name)))
+    else:
+        width = max(len(name) for name in recipes.RECIPES)
+        for name, build in recipes.RECIPES.items():
+            print(f"{name:{width}}  {(build.__doc__ or '').strip().splitlines()[0]}")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
+    return benchmark.main(args.arguments) or 0
+
+
+# Parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="binac",
+        description="Train an actor and a critic that writes feedback, on Megatron-Core.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron_binac {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = _command(commands, "train", _train, "run a recipe, or continue a run")
+    train.add_argument("recipe", nargs="?", metavar="RECIPE", help="see `binac recipes`")
+    _add_nproc(train)
+    text = "change one setting (repeatable); see `binac recipes --keys`"
+    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "default runs/RECIPE-TIME; a run that is there is continued"
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help=text)
+    start = train.add_mutually_exclusive_group()
+    start.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    start.add_argument("--fresh", action="store_true", help="refuse a folder that holds a run")
+    for prefix, whose in (("", "both roles"), ("actor-", "the actor"), ("critic-", "the critic")):
+        group = train.add_argument_group(f"layout of {whose}")
+        for flag, (_, what) in _LAYOUT.items():
+            if flag == "sp":
+                group.add_argument(f"--{prefix}sp", action="store_true", default=None, help=what)
+            else:
+                group.add_argument(f"--{prefix}{flag}", type=int, metavar="N", help=what)
+
+    evaluate = _command(commands, "eval", _eval, "measure the newest checkpoint of a run")
+    evaluate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    _add_nproc(evaluate)
+    _add_eval_options(evaluate)
+
+    report = _command(commands, "report", _report, "results table, curves and an HTML page")
+    report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    text = "where curves.png goes (default: the run folder, for several runs here)"
+    report.add_argument("--out", type=Path, metavar="DIR", help=text)
+
+    doctor = _command(commands, "doctor", _doctor, "what is installed here and what is chosen")
+    doctor.add_argument("--json", action="store_true")
+
+    recipes = _command(commands, "recipes", _recipes, "list the recipes, or print one resolved")
+    recipes.add_argument("name", nargs="?", metavar="NAME")
+    recipes.add_argument("--keys", action="store_true", help="every key that --set takes")
+
+    bench = _command(commands, "bench", _bench, "measure a component against its alternatives")
+    bench.add_argument("name", choices=BENCHMARKS)
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `binac bench NAME --help`")
+
+    # Not for people: what torchrun starts. Without a help text argparse leaves it out of the list.
+    worker = commands.add_parser("worker", allow_abbrev=False)
+    worker.set_defaults(command=_worker)
+    worker.add_argument("job", choices=("train", "eval"))
+    worker.add_argument("run_dir", type=Path)
+    worker.add_argument("--resume", action="store_true")
+    _add_eval_options(worker)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, action: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(command=action)
+    return parser
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default 1)")
+
+
+def _add_eval_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="default: as in the config")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the numbers as JSON"
+    )

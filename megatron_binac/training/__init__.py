@@ -1,0 +1,1 @@
+"""The loop, what is measured in it, and the composition root."""

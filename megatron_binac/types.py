@@ -113,3 +113,58 @@ class Tree:
         if kind == "feedback":
             return [z for zs in self.feedbacks for z in zs]
         return [y for ys_F in self.revisions for ys in ys_F for y in ys]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSequence:
+    """One token sequence to learn from: context and sampled tokens in one row.
+
+    Example: ``TrainSequence(ids=[5, 21, 6, 30, 4], mask=[0, 0, 0, 1, 1], advantage=0.4, logprobs=[nan, nan,
+    nan, -1.2, -0.1])``
+    """
+
+    ids: np.ndarray
+    """int32 [L]."""
+    mask: np.ndarray
+    """bool [L]: True on the tokens that are learned from. The first is always False: nothing scores it."""
+    advantage: float = 1.0
+    """Credit of every masked token."""
+    logprobs: np.ndarray | None = None
+    """float32 [L]: the engine's log-prob of each id, nan where it sampled none; None for supervised text."""
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How an engine picks tokens.
+
+    Example: ``Sampling(max_tokens=16, stop_id=4)``
+    """
+
+    max_tokens: int
+    """Longest answer in tokens, the end token included."""
+    stop_id: int
+    """Sampling stops after this id."""
+    temperature: float = 1.0
+    """Also that of the log-probs that come back; ignored where greedy, whose log-probs are at 1."""
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What an engine answered to one prompt.
+
+    Example: ``Completion(ids=[30, 4], logprobs=[-1.2, -0.1], finish="stop", version=3)``
+    """
+
+    ids: np.ndarray
+    """int32 [num_tokens]."""
+    logprobs: np.ndarray
+    """float32 [num_tokens]: of the full distribution at the sampling temperature, before top-k and top-p."""
+    finish: Finish
+    version: int

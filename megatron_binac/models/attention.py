@@ -1,0 +1,189 @@
+"""Causal attention over packed sequences, and over a KV cache, for Megatron-Core's local layer spec.
+
+Megatron-Core's own `DotProductAttention` has no packed (`thd`) path; Transformer Engine's has, on GPUs. This
+one keeps the same contract on any device with PyTorch's scaled-dot-product attention, so that the packed
+path is the only path. It is also where generation keeps its keys and values.
+
+Shapes: T packed tokens, S sequences, L longest sequence of a bucket, N query heads, K key-value heads, D head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class KVCache:
+    """Keys and values of the sequences that are being generated, one pair of buffers a layer.
+
+    Buffers are [B, capacity, K, D] and are made on a layer's first write.
+    """
+
+    def __init__(self, num_sequences: int, capacity: int) -> None:
+        self.num_sequences, self.capacity = num_sequences, capacity
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        """Store one key and value per token at (row, position)."""
+        if layer not in self.buffers:
+            shape = (self.num_sequences, self.capacity, *key_TKD.shape[1:])
+            # Zeros, not empty: masked slots still enter the product, and 0 * NaN is NaN.
+            self.buffers[layer] = (key_TKD.new_zeros(shape), value_TKD.new_zeros(shape))
+        key, value = self.buffers[layer]
+        key[rows_T, positions_T] = key_TKD
+        value[rows_T, positions_T] = value_TKD
+
+    def select(self, rows_B: Tensor) -> None:
+        """Keep these rows, in this order; a row may be taken more than once (shared prompts)."""
+        self.num_sequences = len(rows_B)
+        self.buffers = {layer: (k[rows_B], v[rows_B]) for layer, (k, v) in self.buffers.items()}
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """What the layers need to know of one packed row of T tokens.
+
+    Rotary embeddings are taken row by row from `positions_T`: to Megatron-Core the row is one sequence of T
+    rows of frequencies (`cu_seqlens_q = [0, T]`), and the true borders are in `bounds`.
+    """
+
+    positions_T: Tensor | None = None
+    """int64 [T]: place of each token in its own sequence."""
+    bounds: list[int] | None = None
+    """S + 1 offsets: the borders of the sequences in the row."""
+    cache: KVCache | None = None
+    """Where keys and values are kept while generating."""
+    rows_T: Tensor | None = None
+    """int64 [T]: cache row of each token."""
+    decode: bool = False
+    """One new token per cache row: attend to the cache instead of the row itself."""
+    buckets: list[tuple[Tensor, Tensor]] | None = None
+    """Made once per row, shared by all layers: gather indices [S, L] and, to scatter back, [n]."""
+
+    @staticmethod
+    def of(positions_T: Tensor, bounds: list[int], **kwargs: Any) -> PackedParams:
+        total = positions_T.numel()
+        ends = torch.tensor([0, total], dtype=torch.int32, device=positions_T.device)
+        return PackedParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=total,
+            max_seqlen_kv=total,
+            positions_T=positions_T,
+            bounds=bounds,
+            **kwargs,
+        )
+
+
+def _buckets(bounds: list[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Group sequences by the power of two above their length and lay each group out as a padded batch.
+
+    Returns per group: `take` [S, L], the row of each slot (the sequence's last token in padding slots), and
+    `put` [n], the flat slots that are real, in row order of `take[mask]`.
+    """
+    by_size: dict[int, list[int]] = {}
+    for i in range(len(bounds) - 1):
+        length = bounds[i + 1] - bounds[i]
+        if length:
+            by_size.setdefault(max(8, 1 << (length - 1).bit_length()), []).append(i)
+    out = []
+    for members in by_size.values():
+        starts = torch.tensor([bounds[i] for i in members], device=device)
+        lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members], device=device)
+        slots = torch.arange(int(lengths.max()), device=device)
+        take = starts[:, None] + torch.minimum(slots[None], lengths[:, None] - 1)
+        put = (slots[None] < lengths[:, None]).flatten().nonzero().squeeze(1)
+        out.append((take, put))
+    return out
+
+
+class RotaryByPosition(torch.nn.Module):
+    """Rotary frequencies of the positions that the packed row names; takes the place of Megatron-Core's module.
+
+    `inner` is Megatron-Core's `RotaryEmbedding`, which knows the base and the scaling.
+    """
+
+    def __init__(self, inner: torch.nn.Module, max_positions: int) -> None:
+        super().__init__()
+        self.table = inner.get_emb(max_positions)  # [max_positions, 1, 1, D]
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None) -> int:
+        self._positions = packed.positions_T
+        return packed.max_seqlen_q
+
+    def forward(self, seq_len: int, **kwargs: Any) -> Tensor:
+        return self.table[self._positions]
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of the local spec: causal, grouped-query, over packed sequences or a KV cache."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(f"attention_dropout is {config.attention_dropout}, expected 0 with packed attention")
+        self.layer_number = layer_number
+        self.scale = softmax_scale  # None: 1 / sqrt(D)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedParams | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query [T, N, D], key and value [T, K, D] -> [T, N * D]; rotary embeddings are already in."""
+        if not isinstance(packed_seq_params, PackedParams):
+            raise ValueError(f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams")
+        packed = packed_seq_params
+        if packed.cache is not None:
+            packed.cache.write(self.layer_number, packed.rows_T, packed.positions_T, key, value)
+            if packed.decode:
+                return self._decode(query, packed)
+        if packed.buckets is None:
+            packed.buckets = _buckets(packed.bounds, query.device)
+        out = query.new_zeros(query.shape)
+        for take, put in packed.buckets:
+            q, k, v = (x[take].transpose(1, 2) for x in (query, key, value))  # [S, heads, L, D]
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            rows = mixed.transpose(1, 2).flatten(0, 1)[put]
+            out = out.index_copy(0, take.flatten()[put], rows)
+        return out.flatten(1)
+
+    def _decode(self, query: Tensor, packed: PackedParams) -> Tensor:
+        """One query per cache row against everything up to its position; query [B, N, D] -> [B, N * D]."""
+        key, value = packed.cache.buffers[self.layer_number]
+        used = int(packed.positions_T.max()) + 1
+        seen = torch.arange(used, device=query.device)[None] <= packed.positions_T[:, None]
+        out = F.scaled_dot_product_attention(
+            query.unsqueeze(2),
+            key[:, :used].transpose(1, 2),
+            value[:, :used].transpose(1, 2),
+            attn_mask=seen[:, None, None],
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return out.squeeze(2).flatten(1)

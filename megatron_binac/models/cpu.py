@@ -1,0 +1,137 @@
+"""The one place that lets Megatron-Core run without CUDA, over gloo.
+
+Megatron-Core asks for the current CUDA device, streams and RNG states in many places and has no switch for
+a machine without them. `enable()` answers those questions for the CPU; `region()` redirects the few calls
+that name "cuda" as a string (optimizer, gradient clipping, distributed checkpointing) while it is entered,
+so that the model's own forward and backward pay nothing. Both do nothing where CUDA exists. Tried with the
+Megatron-Core releases in `SUPPORTED`; any other is refused, not guessed at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+SUPPORTED = ((0, 16), (0, 20))
+"""Oldest Megatron-Core release that works, and the first that was not tried."""
+
+_CPU = torch.device("cpu")
+_enabled = False
+
+
+def megatron_version() -> tuple[int, int, int]:
+    """Version of the installed Megatron-Core; ImportError with the fix where there is none."""
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise ImportError("megatron-core is not installed; `pip install megatron-core`") from error
+    major, minor, patch = megatron.core.__version__.split(".")[:3]
+    return int(major), int(minor), int("".join(c for c in patch if c.isdigit()) or 0)
+
+
+def check_version() -> None:
+    """Raise ImportError unless the installed Megatron-Core is one of the releases in `SUPPORTED`."""
+    version = megatron_version()
+    if not SUPPORTED[0] <= version[:2] < SUPPORTED[1]:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise ImportError(
+            f"megatron-core {'.'.join(map(str, version))} is installed, expected >={low},<{high}; "
+            f"`pip install 'megatron-core>={low},<{high}'`"
+        )
+
+
+def device() -> torch.device:
+    """Where tensors of this process live: its current GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: every method is there and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: _NoStream()
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def _is_cuda(where: object) -> bool:
+    if isinstance(where, str):
+        return where.startswith("cuda")
+    return isinstance(where, torch.device) and where.type == "cuda"
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends tensors that are asked for on "cuda" to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")  # gradient clipping asserts this name
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+        return func(*args, **kwargs)
+
+
+def region() -> contextlib.AbstractContextManager[Any]:
+    """Redirects "cuda" to the CPU while entered; nothing where CUDA exists."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaToCpu()
+
+
+def enable() -> None:
+    """Make this process able to run Megatron-Core on the CPU; nothing where CUDA exists. Idempotent."""
+    global _enabled
+    check_version()
+    if _enabled or torch.cuda.is_available():
+        return
+    _enabled = True
+    # One function object per name: torch's compiler refuses one object under two names.
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.set_device = lambda *args, **kwargs: None
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
+    cuda.Stream = _NoStream
+    cuda.Event = _NoStream
+    cuda.current_stream = lambda *args, **kwargs: _NoStream()
+    cuda.default_stream = lambda *args, **kwargs: _NoStream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    def _get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def _set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    megatron_random._get_cuda_rng_state = _get_state
+    megatron_random._set_cuda_rng_state = _set_state
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with `count` intra-op threads and put the old number back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,172 @@
+"""Packed forward and backward of one role through Megatron-Core's pipeline schedules.
+
+A micro-batch is one row of T tokens, several sequences end to end. `logprob_T[i]` scores `ids_T[i]`: the
+hidden state before a token predicts it, and the first token of a sequence is never scored.
+
+Shapes: T tokens of a row, H hidden, V vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from megatron_binac.kernels import token_logprob
+from megatron_binac.models import cpu
+from megatron_binac.models.attention import PackedParams
+from megatron_binac.models.builder import PolicyModel
+from megatron_binac.models.parallel import Groups
+from megatron_binac.types import TrainSequence
+
+PAD_ID = 0
+"""Fills a row up to the length that the layout needs; masked everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One packed row on this rank, in row order."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    bounds: list[int]
+    mask_T: Tensor
+    """bool: tokens that are learned from or scored."""
+    advantage_T: Tensor
+    engine_logprob_T: Tensor
+    """nan where no engine sampled the token."""
+    indices: np.ndarray
+    """Which of the global batch's sequences these are, in row order."""
+
+
+def pack_row(sequences: Sequence[TrainSequence], indices: np.ndarray, length: int) -> MicroBatch:
+    """Lay sequences end to end in a row of `length` tokens; what is left over is one masked sequence of padding."""
+    members = [sequences[i] for i in indices]
+    lengths = [len(s.ids) for s in members]
+    real = sum(lengths)
+    if real > length:
+        raise ValueError(f"sequences of {real} tokens do not fit a row of {length}")
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
+    ids = np.full(length, PAD_ID, np.int64)
+    positions = np.zeros(length, np.int64)
+    mask = np.zeros(length, bool)
+    advantage = np.zeros(length, np.float32)
+    engine = np.full(length, np.nan, np.float32)
+    for s, start, stop in zip(members, bounds, bounds[1:], strict=False):
+        ids[start:stop] = s.ids
+        positions[start:stop] = np.arange(stop - start)
+        mask[start:stop] = s.mask
+        advantage[start:stop] = s.advantage
+        if s.logprobs is not None:
+            engine[start:stop] = s.logprobs
+    # Padding is cut into one-token sequences at position 0: it costs no attention and never exceeds the table.
+    bounds += list(range(real + 1, length + 1))
+    put = partial(torch.as_tensor, device=cpu.device())
+    return MicroBatch(
+        ids_T=put(ids),
+        positions_T=put(positions),
+        bounds=bounds,
+        mask_T=put(mask),
+        advantage_T=put(advantage),
+        engine_logprob_T=put(engine),
+        indices=indices,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """Takes log-probs (and the entropy) from the last stage's hidden states."""
+
+    model: PolicyModel
+    groups: Groups
+    vocab_size: int
+    temperature: float
+
+    def __call__(self, hidden: Tensor, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """hidden [T, 1, H] ([T/tp, 1, H] under sequence parallelism) -> log-prob [T], entropy [T] or None.
+
+        Both are in row order (`[i]` belongs to `ids_T[i]`) and 0 where the mask is False.
+        """
+        labels_T = batch.ids_T.roll(-1)
+        mask_T = batch.mask_T.roll(-1)  # the first token of a row is never masked in, so none wraps around
+        logprob_T, entropy_T = token_logprob(
+            hidden.squeeze(1),
+            self.model.head_weight(),
+            labels_T,
+            temperature=self.temperature,
+            num_real_columns=self.vocab_size,
+            tp_group=self.groups.collection.tp,
+            sequence_parallel=self.groups.config.sequence_parallel,
+            mask_T=mask_T,
+            with_entropy=with_entropy,
+        )
+        return logprob_T.roll(1), None if entropy_T is None else entropy_T.roll(1)
+
+
+LossFunction = Callable[[Tensor, MicroBatch, int], tuple[Tensor, dict[str, Tensor]]]
+"""(hidden, micro-batch, its number) -> (loss, statistics), on the last stage."""
+
+
+def run_schedule(
+    groups: Groups,
+    model: list[Any],
+    batches: list[MicroBatch],
+    loss_function: LossFunction | None,
+    score_function: Callable[[Tensor, MicroBatch], Tensor] | None = None,
+) -> list[Any]:
+    """Drive all micro-batches of this rank through the pipeline: collective over the role's ranks.
+
+    With `loss_function`: forward and backward, gradients reduced; returns the statistics of each micro-batch.
+    With `score_function`: forward only; returns its result for each micro-batch. Both lists are empty on
+    ranks that are not on the last stage. Every rank needs the same number of rows, of equal length under PP.
+    """
+    groups.activate()
+    pp, vpp = groups.config.pp, groups.config.vpp
+    config = _config(model[0])
+    numbered = list(enumerate(batches))
+
+    def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: Any, *_: Any) -> tuple[Tensor, Any]:
+        number, batch = next(iterator)
+        packed = PackedParams.of(batch.positions_T, batch.bounds)
+        hidden = chunk(batch.ids_T[None], batch.positions_T[None], None, packed_seq_params=packed)
+
+        def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                assert score_function is not None
+                return score_function(output, batch)
+            assert loss_function is not None
+            loss, stats = loss_function(output, batch, number)
+            return loss, batch.mask_T.sum().to(torch.int), stats
+
+        return hidden, finish
+
+    extra: dict[str, Any] = {"pg_collection": groups.collection}
+    if pp > 1:
+        extra["p2p_communicator"] = P2PCommunicator(pp_group=groups.collection.pp, config=config)
+    schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
+    forward_only = loss_function is None
+    with torch.no_grad() if forward_only else torch.enable_grad(), cpu.region():
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=[iter(numbered) for _ in range(vpp)] if vpp > 1 else iter(numbered),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=len(batches[0].ids_T),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            **extra,
+        )
+
+
+def _config(model: Any) -> Any:
+    while not hasattr(model, "config"):
+        model = model.module
+    return model.config

@@ -1,0 +1,86 @@
+"""Role config -> Megatron-Core's `TransformerConfig` and layer spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn import functional as F
+
+from megatron_binac.config import RoleConfig
+from megatron_binac.models.attention import PackedAttention
+
+VOCAB_MULTIPLE = 128
+"""Rows of the embedding are padded to this, whatever the layout, so that a checkpoint fits every layout."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron-Core's own wrapper refuses sequence parallelism; all it needs is the mark on the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding and of the head; the rows behind `vocab_size` are never read or sampled."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def transformer_config(role: RoleConfig) -> TransformerConfig:
+    """The settings of Megatron-Core for one role.
+
+    Gradients are summed over data-parallel ranks and micro-batches, never averaged: the loss comes in
+    divided by the number of tokens of the whole global batch.
+    """
+    model, parallel = role.model, role.parallel
+    dtype = DTYPES[role.precision]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.hidden_size // model.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute_granularity="full" if parallel.recompute == "full" else None,
+        recompute_method="uniform" if parallel.recompute == "full" else None,
+        recompute_num_layers=1 if parallel.recompute == "full" else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=role.precision == "bf16",
+        calculate_per_token_loss=True,
+        perform_initialization=True,  # it also marks the sharded weights; builder.initialize overwrites them
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=False,
+        batch_p2p_comm=False,
+    )
+
+
+def block_spec(num_layers_here: int) -> TransformerBlockSubmodules:
+    """The decoder of one pipeline stage: local layers with packed attention and RMSNorm."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers_here, layer_norm=RMSNorm)

@@ -151,8 +151,8 @@ def mean_normalized(reward_N: Tensor, group_N: Tensor, valid_N: Tensor) -> tuple
     Args: reward [N] float and not negative, group [N] int, valid [N] bool.
     Returns advantage [N], trainable [N].
     Raises: ValueError on other shapes, or a valid reward that is negative or not finite.
-    Source: MaxRL, arXiv 2602.02710: for binary rewards the group's mean of A * grad log pi is an
-    estimate of the gradient of the log pass rate, truncated at the size of the group.
+    Source: MaxRL, arXiv 2602.02710. For binary rewards and a group of n the mean of A grad log pi
+    estimates the gradient of sum_{k<n} -(1-p)^k / k, the log pass rate truncated at n-1 terms.
     """
     groups = _read_groups(reward_N, group_N, valid_N)
     if bool((groups.reward_N < 0).any()):

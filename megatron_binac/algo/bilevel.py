@@ -142,10 +142,9 @@ def revision_credit(
     """Credit of a revision: R(y1) minus the mean of all revisions of its attempt, plus progress.
 
     Args: reward, valid [..., F, M] of the revisions; reward0, valid0 [...] of their attempts;
-    weight alpha of the progress R(y1) - R(y0). Returns credit and trainable [..., F, M]. The mean is over
-    the F*M revisions of one (x, y0), so that a revision under helpful feedback is not punished for
-    its siblings being helped too. An alpha term acts in groups without variance as well, and not
-    where the attempt's verifier failed.
+    weight alpha of the progress R(y1) - R(y0). Returns credit and trainable [..., F, M]. The mean
+    is over the F*M revisions of one (x, y0), itself included. An alpha term acts in groups without
+    variance as well, and not where the attempt's verifier failed.
     Raises: ValueError on a reward that is not finite in a valid place.
     Source: A of the follower's gradient, arXiv 2605.24547; progress: SCoRe, arXiv 2409.12917,
     eq. 4.

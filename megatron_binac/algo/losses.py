@@ -245,22 +245,22 @@ def merge_stats(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def finalize_stats(sums: Mapping[str, Tensor]) -> dict[str, float]:
+def finalize_stats(sums: Mapping[str, Tensor], per: str = "num_tokens") -> dict[str, float]:
     """Turn reduced sums into what is logged.
 
-    x_sum becomes x, the mean over num_tokens; x_count becomes x_share, likewise; x_max and num_x
-    stay. With no token at all, means and shares are 0.
+    x_sum becomes x, the mean over ``per``; x_count becomes x_share, likewise; x_max and num_x stay.
+    With nothing to divide by, means and shares are 0.
     Raises: ValueError on a name that does not say how it reduces.
     """
-    num_tokens = max(float(sums["num_tokens"]), 1.0)
+    num = max(float(sums[per]), 1.0)
     values: dict[str, float] = {}
     for name, value in sums.items():
         if name.startswith("num_") or name.endswith("_max"):
             values[name] = float(value)
         elif name.endswith("_sum"):
-            values[name.removesuffix("_sum")] = float(value) / num_tokens
+            values[name.removesuffix("_sum")] = float(value) / num
         elif name.endswith("_count"):
-            values[name.removesuffix("_count") + "_share"] = float(value) / num_tokens
+            values[name.removesuffix("_count") + "_share"] = float(value) / num
         else:
             raise ValueError(
                 f"got statistic {name!r}; expected num_*, *_sum, *_count or *_max: rename it"

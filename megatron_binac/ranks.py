@@ -53,7 +53,8 @@ def existing(env: MutableMapping[str, str]) -> int | None:
         env["RANK"] = env["SLURM_PROCID"]
         env["WORLD_SIZE"] = str(tasks)
         env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-        env.setdefault("MASTER_ADDR", _first_host(env))
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = _first_host(env)
         env.setdefault("MASTER_PORT", str(_port(env)))
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < world:

@@ -149,10 +149,11 @@ class Sampling:
     stop_id: int
     """Sampling stops after this id."""
     temperature: float = 1.0
-    """Also that of the log-probs that come back; ignored where greedy, whose log-probs are at 1."""
+    """Of the distribution that is sampled, and of the log-probs that come back."""
     top_k: int = 0
     top_p: float = 1.0
     greedy: bool = False
+    """Take the likeliest token; the lowest id where several are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,1 @@
+"""Sampling: engines, the tree of turns, and its way into training batches."""

@@ -1,0 +1,264 @@
+"""Generation inside Megatron: the learner's own weights and layers, a KV cache, any TP, PP, virtual PP and DP.
+
+Prompts are prefilled as one packed row (each distinct prompt once), then all sequences take one token a
+step. Data-parallel replicas share the prompts out; every rank ends with the complete list.
+
+Shapes: U distinct prompts, B sequences, T packed tokens, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_binac.models import cpu
+from megatron_binac.models.attention import KVCache, PackedParams
+from megatron_binac.models.learner import MegatronLearner
+from megatron_binac.rollout.engine import uniforms
+from megatron_binac.types import Completion, Sampling
+
+
+class MegatronEngine:
+    """Samples from a `MegatronLearner` in place: nothing is copied, so nothing can be stale."""
+
+    def __init__(self, learner: MegatronLearner, *, max_sequences: int) -> None:
+        self.learner, self.max_sequences = learner, max_sequences
+        self.version = 0
+
+    def publish(self, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
+        if len(prompts) != len(seeds):
+            raise ValueError(f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each")
+        longest = max((len(p) for p in prompts), default=0)
+        room = self.learner.config.model.max_sequence_length
+        if longest + sampling.max_tokens > room:
+            raise ValueError(
+                f"{self.learner.role}: a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
+                f"max_sequence_length {room}; raise {self.learner.role}.model.max_sequence_length or lower "
+                "rollout.max_*_tokens"
+            )
+        groups = self.learner.groups
+        groups.activate()
+        for chunk in self.learner.chunks:
+            chunk.eval()
+        first, last = (len(prompts) * r // groups.dp_size for r in (groups.dp_rank, groups.dp_rank + 1))
+        mine: list[tuple[np.ndarray, np.ndarray]] = []
+        for start in range(first, last, self.max_sequences):
+            stop = min(start + self.max_sequences, last)
+            mine += self._sample(prompts[start:stop], np.asarray(seeds[start:stop], np.uint64), sampling)
+        rows = _share(mine, len(prompts), sampling.max_tokens, groups.collection.dp)
+        return [self._completion(ids, logprobs, sampling) for ids, logprobs in rows]
+
+    def _completion(self, ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling) -> Completion:
+        stopped = len(ids) > 0 and int(ids[-1]) == sampling.stop_id
+        return Completion(
+            ids=ids, logprobs=logprobs, finish="stop" if stopped else "length", version=self.version
+        )
+
+    def _sample(
+        self, prompts: Sequence[np.ndarray], seeds_B: np.ndarray, sampling: Sampling
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids, log-probs) of each prompt of this replica."""
+        device = cpu.device()
+        index: dict[bytes, int] = {}
+        which = np.asarray([index.setdefault(p.tobytes(), len(index)) for p in prompts])
+        distinct = [np.frombuffer(key, prompts[0].dtype) for key in index]
+        lengths_U = np.asarray([len(p) for p in distinct])
+        cache = KVCache(len(distinct) + 1, int(lengths_U.max()) + sampling.max_tokens)
+
+        spare = -int(lengths_U.sum()) % self._multiple  # tokens of padding, kept in the cache's last row
+        ids_T = np.concatenate([*distinct, np.zeros(spare, prompts[0].dtype)])
+        positions_T = np.concatenate([*(np.arange(n) for n in lengths_U), np.zeros(spare, int)])
+        rows_T = np.concatenate([np.repeat(np.arange(len(distinct)), lengths_U), np.full(spare, len(distinct))])
+        ends_U = np.cumsum(lengths_U)
+        bounds = [0, *ends_U.tolist(), *range(int(ends_U[-1]) + 1, len(ids_T) + 1)]
+        hidden = self._forward(ids_T, positions_T, bounds, cache, rows_T, decode=False)
+        logits_BV = self._logits(hidden, ends_U - 1)
+        if logits_BV is not None:
+            logits_BV = logits_BV[torch.as_tensor(which, device=device)]
+        cache.select(torch.as_tensor(self._padded(which, fill=len(distinct)), device=device))
+
+        num = len(prompts)
+        ids = np.zeros((num, sampling.max_tokens), np.int32)
+        logprobs = np.zeros((num, sampling.max_tokens), np.float32)
+        taken = np.zeros(num, int)
+        live = np.arange(num)  # the prompt of each row that is still decoded
+        for step in range(sampling.max_tokens):
+            token_B, logprob_B = self._choose(logits_BV, seeds_B[live], step, sampling)
+            ids[live, step], logprobs[live, step], taken[live] = token_B, logprob_B, step + 1
+            going = token_B != sampling.stop_id
+            if step + 1 == sampling.max_tokens or not going.any():
+                break
+            if going.sum() <= 0.75 * len(live):
+                keep = np.flatnonzero(going)
+                cache.select(torch.as_tensor(self._padded(keep, fill=int(keep[0])), device=device))
+                live, token_B = live[keep], token_B[keep]
+            position_B = lengths_U[which[live]] + step
+            hidden = self._forward(
+                self._padded(token_B, fill=0),
+                self._padded(position_B, fill=0),
+                None,
+                cache,
+                np.arange(len(self._padded(live, fill=0))),
+                decode=True,
+            )
+            logits_BV = self._logits(hidden, np.arange(len(live)))
+        return [(ids[i, : taken[i]], logprobs[i, : taken[i]]) for i in range(num)]
+
+    @property
+    def _multiple(self) -> int:
+        """Rows of a forward pass must divide over the tensor ranks under sequence parallelism."""
+        parallel = self.learner.config.parallel
+        return parallel.tp if parallel.sequence_parallel else 1
+
+    def _padded(self, values_B: np.ndarray, *, fill: int) -> np.ndarray:
+        spare = -len(values_B) % self._multiple
+        return np.concatenate([values_B, np.full(spare, fill, values_B.dtype)]) if spare else values_B
+
+    def _forward(
+        self,
+        ids_T: np.ndarray,
+        positions_T: np.ndarray,
+        bounds: list[int] | None,
+        cache: KVCache,
+        rows_T: np.ndarray,
+        *,
+        decode: bool,
+    ) -> Tensor | None:
+        """Through all stages in turn; final hidden states [T, H] on the last stage, None elsewhere."""
+        device = cpu.device()
+        groups, config = self.learner.groups, self.learner.config
+        ids = torch.as_tensor(ids_T, dtype=torch.long, device=device)[None]
+        positions = torch.as_tensor(positions_T, dtype=torch.long, device=device)
+        packed = PackedParams.of(
+            positions,
+            bounds or [],
+            cache=cache,
+            rows_T=torch.as_tensor(rows_T, dtype=torch.long, device=device),
+            decode=decode,
+        )
+        pp, pp_group = config.parallel.pp, groups.collection.pp
+        stage = groups.pp_rank
+        before, after = (dist.get_global_rank(pp_group, (stage + d) % pp) for d in (-1, 1))
+        tokens_here = len(ids_T) // self._multiple
+        hidden: Tensor | None = None
+        for number, chunk in enumerate(self.learner.chunks):
+            if stage or number:
+                if pp > 1:
+                    hidden = torch.empty(
+                        (tokens_here, 1, config.model.hidden_size),
+                        dtype=chunk.config.params_dtype,
+                        device=device,
+                    )
+                    dist.recv(hidden, before, group=pp_group)
+                chunk.set_input_tensor(hidden)
+            hidden = chunk(ids, positions[None], None, packed_seq_params=packed)
+            if pp > 1 and not (groups.is_last_stage and number == len(self.learner.chunks) - 1):
+                dist.send(hidden.contiguous(), after, group=pp_group)
+        if not groups.is_last_stage:
+            return None
+        assert hidden is not None
+        if config.parallel.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=groups.collection.tp)
+        return hidden.squeeze(1)
+
+    def _logits(self, hidden: Tensor | None, rows_B: np.ndarray) -> Tensor | None:
+        """float32 logits [B, V] of the real columns at these rows; None away from the last stage."""
+        if hidden is None:
+            return None
+        groups = self.learner.groups
+        picked = hidden[torch.as_tensor(rows_B, device=hidden.device)]
+        part = (picked @ self.learner.chunks[-1].head_weight().T).float()
+        if groups.config.tp > 1:
+            parts = [torch.empty_like(part) for _ in range(groups.config.tp)]
+            dist.all_gather(parts, part.contiguous(), group=groups.collection.tp)
+            part = torch.cat(parts, dim=1)
+        return part[:, : self.learner.vocab_size]
+
+    def _choose(
+        self, logits_BV: Tensor | None, seeds_B: np.ndarray, step: int, sampling: Sampling
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Next id and its log-prob per row, the same on all ranks of the replica."""
+        if logits_BV is not None:
+            token_B, logprob_B = pick(logits_BV, uniforms(seeds_B, step), sampling)
+            both = torch.stack([token_B.double(), logprob_B.double()])
+        else:
+            both = torch.empty(2, len(seeds_B), dtype=torch.double, device=cpu.device())
+        groups = self.learner.groups
+        if groups.config.pp > 1:
+            source = dist.get_global_rank(groups.collection.pp, groups.config.pp - 1)
+            dist.broadcast(both, source, group=groups.collection.pp)
+        if groups.config.tp > 1:  # rounding may differ between ranks; one of them decides
+            dist.broadcast(both, dist.get_global_rank(groups.collection.tp, 0), group=groups.collection.tp)
+        token, logprob = both.cpu().numpy()
+        return token.astype(np.int32), logprob.astype(np.float32)
+
+
+def pick(logits_BV: Tensor, uniform_B: np.ndarray, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling: ids [B] and their log-probs [B] under the full distribution at the temperature.
+
+    One uniform number decides a token, so that a sample does not depend on its batch. top-k and top-p
+    restrict what can be drawn, not the log-prob that is reported: the learner scores the full distribution.
+    """
+    logprob_BV = torch.log_softmax(logits_BV / sampling.temperature, dim=-1)
+    if sampling.greedy:
+        token_B = logprob_BV.argmax(-1)
+    else:
+        p_BV = _support(logprob_BV.double().exp(), sampling)
+        cdf_BV = p_BV.cumsum(-1)
+        target_B = torch.as_tensor(uniform_B, device=cdf_BV.device) * cdf_BV[:, -1]
+        token_B = (cdf_BV <= target_B[:, None]).sum(-1)
+    return token_B, logprob_BV.gather(1, token_B[:, None]).squeeze(1)
+
+
+def _support(p_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities with what top-k and top-p exclude set to 0 (not normalised again)."""
+    if sampling.top_k:
+        kth_B1 = p_BV.topk(min(sampling.top_k, p_BV.shape[1]), dim=-1).values[:, -1:]
+        p_BV = torch.where(p_BV >= kth_B1, p_BV, 0.0)
+    if sampling.top_p < 1.0:
+        sorted_BV, order_BV = p_BV.sort(-1, descending=True, stable=True)
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        keep_BV = before_BV < sampling.top_p * sorted_BV.sum(-1, keepdim=True)
+        p_BV = torch.zeros_like(p_BV).scatter(1, order_BV, torch.where(keep_BV, sorted_BV, 0.0))
+    return p_BV
+
+
+def _share(
+    mine: list[tuple[np.ndarray, np.ndarray]], total: int, max_tokens: int, group: dist.ProcessGroup
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All replicas' answers in prompt order, on every rank."""
+    size = group.size()
+    if size == 1:
+        return mine
+    counts = [total * (r + 1) // size - total * r // size for r in range(size)]
+    # One row: length, ids, log-probs. Doubles hold all three exactly.
+    block = torch.zeros(max(counts), 1 + 2 * max_tokens, dtype=torch.double, device=cpu.device())
+    for row, (ids, logprobs) in zip(block, mine, strict=False):
+        n = len(ids)
+        row[0] = n
+        row[1 : 1 + n] = torch.from_numpy(ids.astype(np.float64))
+        row[1 + max_tokens : 1 + max_tokens + n] = torch.from_numpy(logprobs.astype(np.float64))
+    blocks = [torch.empty_like(block) for _ in range(size)]
+    dist.all_gather(blocks, block, group=group)
+    out = []
+    for count, part in zip(counts, blocks, strict=True):
+        for row in part[:count].cpu().numpy():
+            n = int(row[0])
+            ids = row[1 : 1 + n].astype(np.int32)
+            out.append((ids, row[1 + max_tokens : 1 + max_tokens + n].astype(np.float32)))
+    return out

@@ -253,7 +253,10 @@ def _report(args: argparse.Namespace) -> int:
         if not (run_dir / "metrics.jsonl").is_file():
             raise ValueError(f"{run_dir} has no metrics.jsonl; expected the folder of a run")
     print(report.results_table(args.run_dirs))
-    out = args.out or (args.run_dirs[0] if len(args.run_dirs) == 1 else Path("."))
+    parents = {run_dir.resolve().parent for run_dir in args.run_dirs}
+    if args.out is None and len(parents) > 1:
+        raise ValueError("the runs lie in several folders; pass --out DIR for what compares them")
+    out = args.out or args.run_dirs[0].parent
     for path in report.write_report(args.run_dirs, out):
         print(path)
     return 0
@@ -322,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _command(commands, "report", _report, "results table, curves and an HTML page")
     report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    text = "where curves.png goes (default: the run folder, for several runs here)"
+    text = "where the comparison of several runs goes (default: the folder that holds them)"
     report.add_argument("--out", type=Path, metavar="DIR", help=text)
 
     doctor = _command(commands, "doctor", _doctor, "what is installed here and what is chosen")

@@ -88,12 +88,12 @@ def test_clip_higher_moves_only_the_upper_bound():
 
 def test_dual_clip_bounds_a_poor_token_that_became_likely():
     cfg = PolicyLossConfig(kl_coef=0.0, dual_clip=3.0)
-    logprob = leaf([-1.0, -1.0])
-    old = fixed([-1.0 - math.log(5.0), -1.0 - math.log(2.0)])
-    loss, stats = policy_loss(logprob, old, fixed([-1.0, -1.0]), all_true(2), cfg)
+    logprob = leaf([-1.0, -1.0, -1.0])
+    old = fixed([-1.0 - math.log(5.0), -1.0 - math.log(2.0), -1.0])
+    loss, stats = policy_loss(logprob, old, fixed([-1.0, -1.0, 1.0]), all_true(3), cfg)
     loss.backward()
-    assert loss.item() == pytest.approx(3.0 + 2.0)
-    torch.testing.assert_close(logprob.grad, fixed([0.0, 2.0]))
+    assert loss.item() == pytest.approx(3.0 + 2.0 - 1.0)  # a good token is none of its business
+    torch.testing.assert_close(logprob.grad, fixed([0.0, 2.0, -1.0]))
     assert stats["dual_clip_count"] == 1
 
 

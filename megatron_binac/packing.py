@@ -492,12 +492,21 @@ def _usable(capacity: int, align: Alignment) -> int:
             raise ValueError(
                 f"fixed_length: got {align.fixed_length}, expected at most capacity={capacity}"
             )
-        return align.fixed_length
+        return _room(align.fixed_length, align)
     limit = capacity // align.total_multiple * align.total_multiple
     if limit == 0:
         raise ValueError(
             f"capacity: got {capacity}, expected at least {align.total_multiple}, the common "
             f"multiple of seq_multiple={align.seq_multiple} and pack_multiple={align.pack_multiple}"
+        )
+    return _room(limit, align)
+
+
+def _room(limit: int, align: Alignment) -> int:
+    if limit // align.seq_multiple > MAX_ROOM:
+        raise ValueError(
+            f"capacity: got {limit} tokens, expected at most {MAX_ROOM} * seq_multiple="
+            f"{align.seq_multiple} in one micro-batch"
         )
     return limit
 
@@ -571,12 +580,12 @@ def _costs(lengths_S: np.ndarray, costs: Any, prefix_S: np.ndarray | None) -> np
     if isinstance(costs, CostModel):
         return costs(lengths_S, prefix_S)
     costs_S = _vector("costs", costs, [np.float64], len(lengths_S))
-    if not np.isfinite(costs_S.max(initial=0.0) * len(costs_S)):
-        raise ValueError("costs: expected numbers whose sum is finite")
     bad = ~(np.isfinite(costs_S) & (costs_S >= 0))
     if bad.any():
         at = int(bad.argmax())
         raise ValueError(f"costs: sequence {at} costs {costs_S[at]}, expected a finite number >= 0")
+    if costs_S.max(initial=0.0) > np.finfo(np.float64).max / max(len(costs_S), 1):
+        raise ValueError("costs: expected numbers whose sum is finite")
     return costs_S
 
 
@@ -612,7 +621,7 @@ class Packed:
     labels_T: np.ndarray
     """int64: the token that follows in the sequence; `ignore_id` at its last one and on padding."""
     position_ids_T: np.ndarray
-    """int64: from 0 in every sequence, counting on over its padding."""
+    """int64: from 0 in every sequence, 0 on padding (never beyond a model's table)."""
     loss_mask_T: np.ndarray
     """bool: True where `logprob[t]`, the score of `tokens_T[t]` itself, may be trained on."""
     sample_ids_T: np.ndarray
@@ -714,7 +723,7 @@ def gather(
         starts = np.array([0, total], dtype=np.int64)
         buffers["tokens"][:] = pad_id
         buffers["labels"][:] = ignore_id
-        buffers["position_ids"][:] = np.arange(total)
+        buffers["position_ids"][:] = 0
         buffers["loss_mask"][:] = False
         buffers["sample_ids"][:] = -1
         for field_T in fields_T.values():
@@ -958,7 +967,6 @@ def share_prefixes(
     real = packed.sample_ids_T >= 0 if len(packed.indices_s) else np.ones(packed.num_tokens, bool)
     tokens_D[slots_T[real]] = packed.tokens_T[real]
     position_ids_D[slots_T[real]] = packed.position_ids_T[real]
-    position_ids_D[used:] = np.arange(stored - used)
 
     own = np.arange(stored)
     children = np.bincount(parents_D[parents_D >= 0], minlength=stored)

@@ -412,7 +412,8 @@ def gather(
         tokens_T[end:stop] = pad_id
         labels_T[start : end - 1] = whole[1:length]
         labels_T[end - 1 : stop] = ignore_id
-        position_ids_T[start:stop] = np.arange(stop - start)
+        position_ids_T[start:end] = np.arange(length)
+        position_ids_T[end:stop] = 0
         sample_ids_T[start:end] = index
         sample_ids_T[end:stop] = -1
         own_start = min(start + first, end)

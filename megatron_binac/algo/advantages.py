@@ -254,7 +254,7 @@ def gae(
     at_U = torch.nonzero(mask, as_tuple=True)[0]  # trained tokens only, U of them
     advantage_T = torch.zeros(num_tokens, dtype=torch.float64, device=reward_T.device)
     if at_U.numel() > 0:
-        lengths_S = cu_seqlens.diff()
+        lengths_S = cu_seqlens.diff().long()  # packed batches carry int32 borders
         num_seqs = lengths_S.numel()
         seq_T = torch.repeat_interleave(torch.arange(num_seqs, device=mask.device), lengths_S)
         seq_U = seq_T[at_U]

@@ -248,6 +248,8 @@ def test_gae_carries_over_masked_tokens_and_reads_nothing_there():
     )
     torch.testing.assert_close(advantage[mask], dense)
     assert advantage[~mask].tolist() == [0.0] * 4 and returns[~mask].tolist() == [0.0] * 4
+    narrow, _ = gae(reward, value, borders.int(), 0.9, 0.8, mask)  # what packing hands over
+    assert torch.equal(narrow, advantage)
 
 
 def test_gae_with_nothing_to_train_and_with_wrong_borders():

@@ -65,6 +65,19 @@ def test_a_larger_value_of_the_adapted_actor_lowers_the_credit_for_positive_lam(
         assert credit[0, 0].item() == pytest.approx(-lam * 0.4, abs=1e-6)
 
 
+def test_penalty_turns_the_gradient_away_from_feedback_only_a_better_actor_can_use():
+    # The actor follows feedback 0 but not yet feedback 1; the adapted one follows both, and then
+    # feedback 1 is the better of the two.
+    plain, adapted = torch.tensor([[0.6, 0.5]]), torch.tensor([[0.6, 0.9]])
+    pushes = []
+    for lam in (0.0, 0.1, 0.7):
+        credit, _ = leader_credit(leader_utility(plain, adapted, lam), yes(1, 2))
+        pushes.append(credit[0, 1].item())
+    assert pushes[0] > pushes[1] > pushes[2]
+    bold, _ = leader_credit(leader_utility(plain, adapted, -0.7), yes(1, 2))
+    assert bold[0, 1] > 0 > pushes[0]
+
+
 def test_unmoved_actor_and_lam_zero_give_the_plain_value_exactly():
     value = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     for lam in (0.1, 0.3, 0.7):

@@ -420,16 +420,3 @@ def test_sampled_estimator_is_unbiased_and_leave_one_out_lowers_its_variance():
     gain = variances["leave-one-out", 1] / variances["leave-one-out", 2]
     print(f"leave-one-out, M=1 / M=2 = {gain:.2f}")
     assert gain > 1.3
-
-
-def test_penalty_turns_the_gradient_away_from_feedback_only_a_better_actor_can_use():
-    # One prompt-blind actor that follows feedback 0 but not yet feedback 1; the adapted one follows
-    # both, and feedback 1 is then the better of the two.
-    plain, adapted = torch.tensor([[0.6, 0.5]]), torch.tensor([[0.6, 0.9]])
-    pushes = []
-    for lam in (0.0, 0.1, 0.7):
-        credit, _ = leader_credit(leader_utility(plain, adapted, lam), yes(1, 2))
-        pushes.append(credit[0, 1].item())
-    assert pushes[0] > pushes[1] > pushes[2]
-    bold, _ = leader_credit(leader_utility(plain, adapted, -0.7), yes(1, 2))
-    assert bold[0, 1] > 0 > pushes[0]

@@ -22,7 +22,7 @@ from megatron_binac.algo.values import (
 def test_head_is_read_at_the_last_feedback_token():
     # prompt, feedback, feedback, revision | prompt, feedback | prompt only
     mask = torch.tensor([False, True, True, False, False, True, False])
-    index, found = last_token_index(mask, torch.tensor([0, 4, 6, 7]))
+    index, found = last_token_index(mask, torch.tensor([0, 4, 6, 7], dtype=torch.int32))
     assert index.tolist() == [2, 5, 6] and found.tolist() == [True, True, False]
 
 

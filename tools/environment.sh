@@ -44,8 +44,10 @@ install_fingerprint() {
   {
     printf '%s\n' "$ROOT" "$extras" "$torch_index"
     "$PY" -c 'import platform, sys; print(sys.executable, sys.version, platform.machine())'
-    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/constraints.txt" \
-      "$ROOT/megatron_binac/__init__.py" "$ROOT"/csrc/*.cpp "$ROOT"/csrc/*.h 2>/dev/null
+    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/constraints.txt" "$ROOT/megatron_binac/__init__.py"
+    if [[ -d $ROOT/csrc ]]; then
+      find "$ROOT/csrc" -type f \( -name '*.cpp' -o -name '*.h' \) -print0 | sort -z | xargs -0 -r cat
+    fi
   } | "$PY" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 

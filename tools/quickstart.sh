@@ -45,9 +45,10 @@ prepare_environment "$python" "" "$torch_index"
 cd "$ROOT"
 
 run_dir=${run_dir:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
-if [[ -z $jobs ]]; then
-  jobs=$("$PY" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
-fi
+cores=$("$PY" -c 'import os; print(len(os.sched_getaffinity(0)))')
+jobs=${jobs:-$((cores < 4 ? cores : 4))}
+# Thread pools that together exceed the cores slow each other down by a factor.
+threads=${OMP_NUM_THREADS:-$((cores > jobs ? cores / jobs : 1))}
 read -r -a names <<<"$recipes"
 mkdir -p "$run_dir"
 
@@ -72,7 +73,7 @@ start() {
   local recipe=$1
   shift
   say "training $recipe (whole output: $run_dir/$recipe.log)"
-  "$PY" -m megatron_binac train "$recipe" --run-dir "$run_dir/$recipe" "$@" \
+  OMP_NUM_THREADS=$threads "$PY" -m megatron_binac train "$recipe" --run-dir "$run_dir/$recipe" "$@" \
     > >(tee -a "$run_dir/$recipe.log" | sed -u "s/^/[$recipe] /") 2>&1 &
   recipe_of[$!]=$recipe
 }
@@ -100,7 +101,7 @@ training_started=$SECONDS
 for index in "${!names[@]}"; do
   [[ -z $stopping ]] || break
   if ((index == 0 && nproc > 1)); then
-    start "${names[index]}" --nproc "$nproc" "$@"
+    threads=$((cores > nproc ? cores / nproc : 1)) start "${names[index]}" --nproc "$nproc" "$@"
     wait_below 1
   else
     wait_below "$jobs"

@@ -406,7 +406,7 @@ def plan(
             f"microbatch_multiple: {microbatch_multiple} on each of dp_size={dp_size} ranks makes "
             f"over {MAX_BINS} micro-batches"
         )
-    if oversize not in ("error", "truncate"):
+    if not isinstance(oversize, str) or oversize not in ("error", "truncate"):
         raise ValueError(f"oversize: got {oversize!r}, expected 'error' or 'truncate'")
     lengths_S = _vector("lengths", lengths, [np.int64, np.int32]).astype(np.int64, copy=False)
     num = len(lengths_S)

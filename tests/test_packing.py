@@ -307,8 +307,7 @@ def test_oversize_group_is_named(twin: str) -> None:
 
 
 def test_trees_stay_together_and_attention_to_ancestors_costs(twin: str) -> None:
-    # Two trees: 0 -> 1 -> 2 and 3 -> 4. The path 4 + 2 + 1 costs 7 ** 2 in pairs, 5 + 3 costs 8 **
-    # 2.
+    # Two trees, 0 -> 1 -> 2 and 3 -> 4: a path of 4 + 2 + 1 tokens costs 49, one of 5 + 3 costs 64.
     plan = packing.plan(
         [4, 2, 1, 5, 3],
         parents=[-1, 0, 1, -1, 3],

@@ -19,6 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
+
 
 class KVCache:
     """Keys and values of the sequences that are being generated, one pair of buffers a layer.
@@ -58,6 +60,8 @@ class PackedParams(PackedSeqParams):
     """int64 [T]: place of each token in its own sequence."""
     bounds: list[int] | None = None
     """S + 1 offsets: the borders of the sequences in the row."""
+    prefix: PrefixBlocks | None = None
+    """Set where the row is a prefix-shared layout; `bounds` and `cache` are then not read."""
     cache: KVCache | None = None
     """Where keys and values are kept while generating."""
     rows_T: Tensor | None = None
@@ -159,6 +163,8 @@ class PackedAttention(MegatronModule):
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError(f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams")
         packed = packed_seq_params
+        if packed.prefix is not None:
+            return prefix_attention(query, key, value, packed.prefix, self.scale)
         if packed.cache is not None:
             packed.cache.write(self.layer_number, packed.rows_T, packed.positions_T, key, value)
             if packed.decode:

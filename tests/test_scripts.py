@@ -191,7 +191,8 @@ def test_quickstart_trains_side_by_side_and_reports_in_order(checkout: Checkout)
     assert code == 0, output
     names = ["quickstart", "quickstart_grpo", "quickstart_fixed_critic", "quickstart_joint"]
     starts = checkout.calls("start -m")
-    assert [s.split()[4] for s in starts[:2]] == names[:2]
+    # Two that start together may note it in either order.
+    assert {s.split()[4] for s in starts[:2]} == set(names[:2])
     assert sorted(s.split()[4] for s in starts) == sorted(names)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(s.endswith(f"--set num_steps=3 OMP={threads}") for s in starts)

@@ -51,7 +51,24 @@ install_fingerprint() {
   } | "$PY" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-pip_install() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$PY" -m pip install --progress-bar off "$@"; }
+# pip with a sign of life every 15 seconds; what it says goes to the log.
+pip_install() {
+  local pid started=$SECONDS status=0
+  PIP_DISABLE_PIP_VERSION_CHECK=1 "$PY" -m pip install --progress-bar off -c "$ROOT/constraints.txt" "$@" >>"$LOG" 2>&1 &
+  pid=$!
+  # shellcheck disable=SC2064
+  trap "kill $pid 2>/dev/null; exit 130" INT TERM
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 0.5
+    if ((SECONDS - started >= 15)); then
+      started=$SECONDS
+      say "installing ... $((SECONDS - INSTALL_STARTED)) s"
+    fi
+  done
+  wait "$pid" || status=$?
+  trap - INT TERM
+  return "$status"
+}
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
@@ -68,7 +85,7 @@ install_cpu_torch() {
   if [[ -n $torch_index ]]; then
     index=(--extra-index-url "$torch_index")
   fi
-  if pip_install ${index[@]+"${index[@]}"} -c "$ROOT/constraints.txt" "torch==$version+cpu" >>"$LOG" 2>&1; then
+  if pip_install ${index[@]+"${index[@]}"} "torch==$version+cpu"; then
     say "installed the CPU build of torch $version"
   elif [[ -n $torch_index ]]; then
     die "no torch $version+cpu at $torch_index (see $LOG); expected an index with CPU builds"
@@ -78,29 +95,16 @@ install_cpu_torch() {
   fi
 }
 
-# Installs with a sign of life every 15 seconds; the whole output goes to the log.
 install_package() {
-  local extras=$1 pid started=$SECONDS status=0
-  pip_install -c "$ROOT/constraints.txt" -e "$ROOT${extras:+[$extras]}" >>"$LOG" 2>&1 &
-  pid=$!
-  # shellcheck disable=SC2064
-  trap "kill $pid 2>/dev/null; exit 130" INT TERM
-  while kill -0 "$pid" 2>/dev/null; do
-    sleep 1
-    if (((SECONDS - started) % 15 == 0)); then
-      say "installing ... $((SECONDS - started)) s"
-    fi
-  done
-  wait "$pid" || status=$?
-  trap - INT TERM
-  if ((status != 0)); then
+  local extras=$1
+  if ! pip_install -e "$ROOT${extras:+[$extras]}"; then
     tail -n 25 "$LOG" >&2
     die "the installation failed; the whole log is $LOG"
   fi
 }
 
 prepare_environment() {
-  local wanted=$1 extras=$2 torch_index=${3-} found folder stamp fingerprint name started=$SECONDS
+  local wanted=$1 extras=$2 torch_index=${3-} found folder stamp fingerprint name
   if [[ -z $wanted && -n ${VIRTUAL_ENV-} && -x $VIRTUAL_ENV/bin/python ]]; then
     folder=$VIRTUAL_ENV
     found=$(find_python "$folder/bin/python") || die "the active environment $folder has $("$folder/bin/python" -V 2>&1), expected Python 3.11 or newer; deactivate it or pass --python"
@@ -134,11 +138,12 @@ prepare_environment() {
   fi
   say "installing into $folder (log: $LOG)"
   : >"$LOG"
+  INSTALL_STARTED=$SECONDS
   has_gpu || install_cpu_torch "$torch_index"
   install_package "$extras"
   "$PY" -c 'import megatron_binac' || die "megatron_binac was installed but cannot be imported; see $LOG"
   printf '%s\n' "$fingerprint" >"$stamp"
   # Whoever asked for extras has the base as well.
   printf '%s\n' "$(install_fingerprint "" "$torch_index")" >"$folder/.binac-installed-base"
-  say "installed in $((SECONDS - started)) s"
+  say "installed in $((SECONDS - INSTALL_STARTED)) s"
 }

@@ -108,7 +108,7 @@ def results_table(run_dirs: list[Path]) -> str:
     if len(rows) > 1:
         parts += [
             "Held-out accuracy with 95% intervals. shuffled, none, oracle: acc_t2 after training",
-            "with the feedback of another attempt, with none, and with feedback that is right.",
+            "with the critic's feedback on another problem, with empty and with right feedback.",
             "",
             _markdown(rows),
         ]

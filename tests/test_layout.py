@@ -233,3 +233,21 @@ def test_test_folders_mirror_the_package() -> None:
     for folder in folders:
         assert (ROOT / PACKAGE / folder).is_dir(), f"tests/{folder} mirrors nothing"
     assert not sources("tests", "__init__.py"), "test folders are no packages (importlib mode)"
+
+
+def test_the_tree_in_the_readme_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.split("## The tree")[1].split("```")[1]
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        entry = line.split()[0] if line.strip() else ""
+        if line.startswith("  ") and entry.endswith("/"):
+            folder = entry
+        elif entry.endswith(".py"):
+            named.add(folder + entry if line.startswith("    ") else entry)
+    there = {
+        str(path.relative_to(ROOT / PACKAGE))
+        for path in MODULES.values()
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert not there - named, f"give these a line in README.md: {sorted(there - named)}"

@@ -2,7 +2,8 @@
 
 ``BINAC_KERNELS`` = ``auto`` (default) | ``reference`` | ``triton``. ``auto`` takes Triton for CUDA
 tensors where it is installed, and the reference everywhere else: Triton's interpreter is for tests,
-not for training. The choice is logged once for each kind of device.
+not for training. float64 tensors always take the reference. The choice is logged once for each kind
+of device.
 
 Shapes: T tokens, H hidden, V columns of this rank's vocabulary shard, W = ceil(V / 32) mask words.
 """
@@ -15,10 +16,27 @@ import logging
 import os
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_binac.kernels import reference, vocab_parallel
+from megatron_binac.kernels.support import (
+    pack_support,
+    sampling_support,
+    support_from_ids,
+    unpack_support,
+)
+
+__all__ = [
+    "choose_backend",
+    "logprob_from_logits",
+    "pack_support",
+    "sampling_support",
+    "support_from_ids",
+    "token_logprob",
+    "unpack_support",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +75,7 @@ def _choose(setting: str, device_type: str, interpret: bool) -> Backend:
 
 
 def _vocab_backend(tensor: Tensor) -> vocab_parallel.VocabBackend:
-    if choose_backend(tensor.device.type) == "triton":
+    if tensor.dtype != torch.float64 and choose_backend(tensor.device.type) == "triton":
         from megatron_binac.kernels import triton_logprob
 
         return triton_logprob

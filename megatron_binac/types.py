@@ -94,7 +94,8 @@ class Turn:
 class Tree:
     """All turns of one prompt: G attempts, F feedbacks for C of them, M revisions for each feedback.
 
-    ``criticised[c]`` is the index of the attempt that ``feedbacks[c]`` speaks about. ``revisions[c][f]``
+    ``criticised[c]`` is the index of the attempt that ``feedbacks[c]`` speaks about and ``weights[c]`` its
+    weight back to the natural mix (1 where attempts were not preferred by kind). ``revisions[c][f]``
     are the M answers to ``feedbacks[c][f]``; ``probes`` has the same shape and holds what the adapted
     actor answered to the same text (V*), empty until the probe has run.
     """
@@ -102,6 +103,7 @@ class Tree:
     prompt: Prompt
     attempts: list[Turn]
     criticised: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     feedbacks: list[list[Turn]] = field(default_factory=list)
     revisions: list[list[list[Turn]]] = field(default_factory=list)
     probes: list[list[list[Turn]]] = field(default_factory=list)

@@ -23,8 +23,9 @@ from torch import Tensor
 from megatron_binac.config import ModelConfig, OptimizerConfig, RoleConfig
 from megatron_binac.models import cpu
 from megatron_binac.models.attention import RotaryByPosition
-from megatron_binac.models.parallel import Groups, name_seed
+from megatron_binac.models.parallel import Groups
 from megatron_binac.models.spec import block_spec, padded_vocab_size, transformer_config
+from megatron_binac.seeds import name_seed
 
 
 class PolicyModel(GPTModel):

@@ -10,6 +10,7 @@ Megatron-Core releases in `SUPPORTED`; any other is refused, not guessed at.
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,35 @@ def enable() -> None:
 
     megatron_random._get_cuda_rng_state = _get_state
     megatron_random._set_cuda_rng_state = _set_state
+
+    # A save that nobody runs in the background hands its results over within this process. Megatron-Core
+    # starts a server process for them all the same, which imports torch again: seconds for every first save.
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.SimpleQueue()
+    _load_torch_adam()
+
+
+def _load_torch_adam() -> None:
+    """Let the distributed optimizer read back PyTorch's Adam, which stands in for the fused ones on the CPU.
+
+    PyTorch keeps a step count beside each parameter's moments. Megatron-Core saves one step for all and puts
+    it back as one tensor that all parameters share, so that every one of them would advance it; and it looks
+    for the step among the saved tensors of every parameter, where it is not.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def put_with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        put(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
 
 
 @contextlib.contextmanager

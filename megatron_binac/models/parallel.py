@@ -7,7 +7,6 @@ Megatron-Core that still go through the globals. Nothing else in this project re
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -108,8 +107,3 @@ def build_groups(role: str, config: ParallelConfig, seed: int) -> Groups:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Groups(role=role, config=config, collection=collection, state=_globals())
 
-
-def name_seed(*parts: object) -> int:
-    """A 63-bit seed from a path of names and numbers, the same on every machine and layout."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -35,15 +35,3 @@ class Engine(Protocol):
         """Give back what the engine holds; it is not used again."""
         ...
 
-
-def uniforms(seeds_B: np.ndarray, step: int) -> np.ndarray:
-    """One number in [0, 1) for each (seed, step): float64 [B], the same in any batch and on any machine.
-
-    SplitMix64 of Steele, Lea and Flood (OOPSLA 2014), as a counter-based generator.
-    """
-    with np.errstate(over="ignore"):
-        x = seeds_B.astype(np.uint64) + np.uint64(step + 1) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53

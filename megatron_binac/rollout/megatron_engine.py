@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_binac.models import cpu
 from megatron_binac.models.attention import KVCache, PackedParams
 from megatron_binac.models.learner import MegatronLearner
-from megatron_binac.rollout.engine import uniforms
+from megatron_binac.seeds import uniforms
 from megatron_binac.types import Completion, Sampling
 
 

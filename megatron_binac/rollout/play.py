@@ -1,0 +1,212 @@
+"""Growing the tree of each prompt: attempts, feedbacks, revisions, graded at both ends; and the probe.
+
+Every rank calls these with the same prompts and ends with the same trees. Suffixes: P prompts, G attempts,
+C criticised attempts, F feedbacks, M revisions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_binac.algo.bilevel import choose_attempts
+from megatron_binac.algo.prompts import Template
+from megatron_binac.config import RolloutConfig
+from megatron_binac.rollout.engine import Engine
+from megatron_binac.seeds import name_seed
+from megatron_binac.tasks.base import Task
+from megatron_binac.tokenizer import Tokenizer
+from megatron_binac.types import Completion, Grade, Prompt, Sampling, Tree, Turn, TurnKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Players:
+    """Who speaks, who judges, and how turns become token ids."""
+
+    actor: Engine
+    critic: Engine | None
+    task: Task
+    template: Template
+    tokenizer: Tokenizer
+    seed: int
+
+    def sampling(self, rollout: RolloutConfig, kind: TurnKind, *, greedy: bool = False) -> Sampling:
+        limits = {
+            "attempt": rollout.max_attempt_tokens,
+            "feedback": rollout.max_feedback_tokens,
+            "revision": rollout.max_revision_tokens,
+        }
+        return Sampling(
+            max_tokens=limits[kind],
+            stop_id=self.tokenizer.end_id,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            greedy=greedy,
+        )
+
+    def speak(
+        self,
+        engine: Engine,
+        kind: TurnKind,
+        contexts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Turn]:
+        """One turn per context, in order."""
+        prompts = [np.asarray(ids, np.int32) for ids in contexts]
+        answers = engine.generate(prompts, seeds, sampling)
+        return [self._turn(kind, p, a) for p, a in zip(prompts, answers, strict=True)]
+
+    def _turn(self, kind: TurnKind, prompt_ids: np.ndarray, answer: Completion) -> Turn:
+        return Turn(
+            kind=kind,
+            prompt_ids=prompt_ids,
+            ids=answer.ids,
+            logprobs=answer.logprobs,
+            finish=answer.finish,
+            version=answer.version,
+            text=self.tokenizer.decode(self.spoken(answer.ids)),
+        )
+
+    def spoken(self, ids: np.ndarray) -> list[int]:
+        """The ids of a turn without the end token."""
+        out = [int(i) for i in ids]
+        return out[:-1] if out and out[-1] == self.tokenizer.end_id else out
+
+    def grade(self, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> None:
+        """Set `turn.grade` of each turn; ranks share the work out, equal answers are judged once."""
+        keys = [(p.id, t.text) for p, t in zip(prompts, turns, strict=True)]
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        todo = [i for key, i in sorted(first.items(), key=lambda item: item[1]) if not turns[i].failed]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        mine = [(i, judge(self.task, prompts[i], turns[i].text)) for i in todo[rank::world]]
+        parts = [mine]
+        if world > 1:
+            parts = [[] for _ in range(world)]
+            dist.all_gather_object(parts, mine)
+        judged = {keys[i]: grade for part in parts for i, grade in part}
+        for key, turn in zip(keys, turns, strict=True):
+            if turn.failed:
+                turn.grade = Grade(score=0.0, parsed=None, reason="the engine gave no answer", failed=True)
+            else:
+                turn.grade = judged[key]
+
+
+def judge(task: Task, prompt: Prompt, text: str) -> Grade:
+    """The task's verdict; a verifier that breaks is "failed", which is counted and is not "wrong"."""
+    start = time.perf_counter()
+    try:
+        return task.grade(prompt, text)
+    except Exception as error:  # the boundary to model text: whatever it provokes must not end the run
+        reason = f"{type(error).__name__}: {error}"
+        return Grade(
+            score=0.0, parsed=None, reason=reason, failed=True, seconds=time.perf_counter() - start
+        )
+
+
+def play(players: Players, prompts_P: Sequence[Prompt], rollout: RolloutConfig, step: int) -> list[Tree]:
+    """Grow one tree per prompt: G attempts, F feedbacks on C of them, M revisions of each."""
+    seed = seeds_of(players.seed, step)
+    contexts = [players.template.attempt_ids(p) for p in prompts_P]
+    owners = [p for p in prompts_P for _ in range(rollout.attempts)]
+    attempts = players.speak(
+        players.actor,
+        "attempt",
+        [c for c in contexts for _ in range(rollout.attempts)],
+        [seed(p, "attempt", g) for p in prompts_P for g in range(rollout.attempts)],
+        players.sampling(rollout, "attempt"),
+    )
+    players.grade(owners, attempts)
+    trees = [
+        Tree(prompt=p, attempts=attempts[i * rollout.attempts : (i + 1) * rollout.attempts])
+        for i, p in enumerate(prompts_P)
+    ]
+    if rollout.criticised:
+        assert players.critic is not None
+        criticise(players, trees, rollout, seed)
+        revise(players, trees, rollout, seed)
+    return trees
+
+
+Seed = Callable[..., int]
+
+
+def seeds_of(run_seed: int, step: int) -> Seed:
+    """Seed of a sample from its place in its tree."""
+    return lambda prompt, *place: name_seed(run_seed, step, prompt.id, *place)
+
+
+def criticise(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, seed: Seed) -> None:
+    """Choose attempts of each tree and sample F feedbacks on each."""
+    contexts: list[Sequence[int]] = []
+    seeds: list[int] = []
+    for tree in trees:
+        tree.criticised, tree.weights = choose_attempts(
+            [t.reward for t in tree.attempts],
+            rollout.criticised,
+            rollout.select,
+            np.random.default_rng(seed(tree.prompt, "choose")),
+            valid_G=[not t.failed for t in tree.attempts],
+        )
+        for g in tree.criticised:
+            context = players.template.feedback_ids(tree.prompt, players.spoken(tree.attempts[g].ids))
+            contexts += [context] * rollout.feedbacks
+            seeds += [seed(tree.prompt, "feedback", g, f) for f in range(rollout.feedbacks)]
+    assert players.critic is not None
+    turns = iter(
+        players.speak(players.critic, "feedback", contexts, seeds, players.sampling(rollout, "feedback"))
+    )
+    for tree in trees:
+        tree.feedbacks = [[next(turns) for _ in range(rollout.feedbacks)] for _ in tree.criticised]
+
+
+def revise(
+    players: Players, trees: Sequence[Tree], rollout: RolloutConfig, seed: Seed, *, probe: bool = False
+) -> None:
+    """Sample M answers to every feedback and grade them: the revisions, or the probes of the adapted actor."""
+    contexts: list[Sequence[int]] = []
+    seeds: list[int] = []
+    owners: list[Prompt] = []
+    for tree in trees:
+        for c, g in enumerate(tree.criticised):
+            for f, feedback in enumerate(tree.feedbacks[c]):
+                context = players.template.revision_ids(
+                    tree.prompt, players.spoken(tree.attempts[g].ids), players.spoken(feedback.ids)
+                )
+                contexts += [context] * rollout.revisions
+                # The probe draws with the revisions' own seeds: an actor that did not move says the same.
+                seeds += [seed(tree.prompt, "revision", g, f, m) for m in range(rollout.revisions)]
+                owners += [tree.prompt] * rollout.revisions
+    sampled = players.speak(
+        players.actor, "revision", contexts, seeds, players.sampling(rollout, "revision")
+    )
+    players.grade(owners, sampled)
+    turns = iter(sampled)
+    for tree in trees:
+        grown = [
+            [[next(turns) for _ in range(rollout.revisions)] for _ in feedbacks_F]
+            for feedbacks_F in tree.feedbacks
+        ]
+        if probe:
+            tree.probes = grown
+        else:
+            tree.revisions = grown
+
+
+def replay(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, step: int) -> list[Tree]:
+    """The probe: the actor as it now stands answers the same (x, y0, z) of `step` again, which gives V*."""
+    revise(players, trees, rollout, seeds_of(players.seed, step), probe=True)
+    return list(trees)
+
+
+def generated_tokens(trees: Sequence[Tree], *, probes: bool = False) -> int:
+    """Tokens sampled for these trees (or for their probes), over all ranks."""
+    if probes:
+        return sum(len(t.ids) for tree in trees for ys in tree.probes for y in ys for t in y)
+    kinds: tuple[TurnKind, ...] = ("attempt", "feedback", "revision")
+    return sum(len(t.ids) for tree in trees for kind in kinds for t in tree.turns(kind))

@@ -45,10 +45,8 @@ def existing(env: MutableMapping[str, str]) -> int | None:
         )
     if not have:
         # A batch script has SLURM_NTASKS and SLURM_PROCID as well; only a step has several tasks.
-        if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
-            return None
-        tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
-        if tasks == 1:
+        tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks == 1 or "SLURM_PROCID" not in env:
             return None
         env["RANK"] = env["SLURM_PROCID"]
         env["WORLD_SIZE"] = str(tasks)
@@ -82,7 +80,7 @@ def _first_host(env: MutableMapping[str, str]) -> str:
 
 def _port(env: MutableMapping[str, str]) -> int:
     """One port for all ranks, another one for each step, below the range that systems hand out."""
-    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env["SLURM_STEP_ID"])
+    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
     return 15000 + (job * 17 + step) % 15000
 
 

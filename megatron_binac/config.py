@@ -334,6 +334,8 @@ class WarmStartConfig:
 
     actor: RoleWarmStart = field(default_factory=RoleWarmStart)
     critic: RoleWarmStart = field(default_factory=RoleWarmStart)
+    seed: int = 1
+    """Of the fresh weights; apart from the run's seed, so that runs share one warm start."""
     cache_dir: str = "runs/warm_start"
     """Folder of the cache; the key is a hash of everything that decides the weights."""
 

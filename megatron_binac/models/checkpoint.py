@@ -77,14 +77,14 @@ def load(path: Path, learners: Mapping[str, MegatronLearner]) -> dict[str, Any]:
     return state
 
 
-def save_learner(path: Path, learner: MegatronLearner) -> None:
+def save_learner(path: Path, learner: MegatronLearner, *, with_optimizer: bool = True) -> None:
     """Write one role's weights (and optimizer, where it has one) to the new folder `path`; collective."""
     learner.groups.activate()
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
     with cpu.region():
-        dist_checkpointing.save(_sharded(learner, with_optimizer=True, loading=False), str(path))
+        dist_checkpointing.save(_sharded(learner, with_optimizer=with_optimizer, loading=False), str(path))
 
 
 def load_learner(path: Path, learner: MegatronLearner, *, weights_only: bool = False) -> None:

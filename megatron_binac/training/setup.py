@@ -1,0 +1,244 @@
+"""Composition root: a `Config` becomes a `Run`. The only file that knows every concrete class.
+
+The functions here run on every rank of a job that is already there (torchrun, srun or a single process).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_binac import packing
+from megatron_binac.algo.prompts import Template
+from megatron_binac.config import Config, RoleConfig
+from megatron_binac.kernels import choose_backend
+from megatron_binac.models import checkpoint, cpu
+from megatron_binac.models.learner import MegatronLearner
+from megatron_binac.models.parallel import build_groups, start_distributed
+from megatron_binac.rollout.evaluate import evaluate
+from megatron_binac.rollout.megatron_engine import MegatronEngine
+from megatron_binac.rollout.play import Players
+from megatron_binac.run_folder import latest_checkpoint
+from megatron_binac.seeds import name_seed
+from megatron_binac.tasks import build_task
+from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
+from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
+from megatron_binac.training.loop import Run, train
+from megatron_binac.training.telemetry import Clock, Telemetry
+from megatron_binac.training.trees import trees_from_json, trees_to_json
+from megatron_binac.training.warm_start import warm_start
+from megatron_binac.types import Role
+
+logger = logging.getLogger(__name__)
+
+CORPUS_PROMPTS = 2000
+"""Problems of the train split whose text the tokenizer is trained on."""
+
+
+def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
+    """Train to the end; the exit code: 0 finished, 130 or 143 stopped and saved after a signal."""
+    start_distributed()
+    config.check_world(dist.get_world_size())
+    stop = _Stop()
+    learners, players = build_players(config, run_dir)
+    run = _build_run(config, run_dir, learners, players, stop, resume=resume)
+    try:
+        finished = train(run)
+        if not finished:
+            run.telemetry.note(
+                f"stopped by {signal.Signals(stop.received or signal.SIGTERM).name} after saving; go on with: "
+                f"binac train --resume {run_dir}"
+            )
+    finally:
+        run.telemetry.close()
+        players.actor.close()
+        if players.critic is not None:
+            players.critic.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if finished else 128 + (stop.received or signal.SIGTERM)
+
+
+def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: Path | None) -> int:
+    """Evaluate the newest checkpoint of a run on held-out problems; prints JSON, or writes it to `output`."""
+    start_distributed()
+    config.check_world(dist.get_world_size())
+    path = latest_checkpoint(run_dir)
+    if path is None:
+        raise ValueError(f"{run_dir} holds no checkpoint; train it first: binac train --resume {run_dir}")
+    learners, players = build_players(config, run_dir, fresh_weights=True)
+    state = checkpoint.load(path, learners)
+    values = evaluate(players, config, num_prompts)
+    if dist.get_rank() == 0:
+        text = json.dumps({"run": str(run_dir), "step": state["step"], **values}, indent=2)
+        if output is None:
+            print(text)
+        else:
+            output.write_text(text + "\n", encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def build_players(
+    config: Config, run_dir: Path, *, fresh_weights: bool = False
+) -> tuple[dict[str, MegatronLearner], Players]:
+    """Both roles with their engines, the task and the tokenizer; warm-started unless `fresh_weights`."""
+    task = build_task(config.task.name, **config.task.options)
+    tokenizer = _tokenizer(config, task, run_dir)
+    template = Template(tokenizer, max_prompt_tokens=_prompt_room(config))
+    roles: dict[Role, RoleConfig] = {"actor": config.actor}
+    if config.critic is not None:
+        roles["critic"] = config.critic
+    learners = {}
+    for role, role_config in roles.items():
+        groups = build_groups(role, role_config.parallel, name_seed(config.seed, role) % 2**31)
+        learners[role] = MegatronLearner(
+            role,
+            role_config,
+            groups,
+            vocab_size=tokenizer.vocab_size,
+            seed=name_seed(config.warm_start.seed, role, "weights"),
+            num_steps=_num_updates(config, role),
+            temperature=config.rollout.temperature,
+        )
+        if getattr(config.warm_start, role).steps and not fresh_weights:
+            if not isinstance(task, TeachingTask):
+                raise ValueError(
+                    f"warm_start.{role}.steps is {getattr(config.warm_start, role).steps} but task {task.name} "
+                    f"offers no supervised examples; set warm_start.{role}.steps=0"
+                )
+            warm_start(config, role, learners[role], groups, task, template)
+    if dist.get_rank() == 0:
+        backend = choose_backend(cpu.device().type)
+        logger.info("chosen: device %s, kernels %s, packing %s", cpu.device(), backend, packing.backend())
+    engines = {
+        role: MegatronEngine(learner, max_sequences=config.rollout.max_sequences_per_batch)
+        for role, learner in learners.items()
+    }
+    players = Players(
+        actor=engines["actor"],
+        critic=engines.get("critic"),
+        task=task,
+        template=template,
+        tokenizer=tokenizer,
+        seed=config.seed,
+    )
+    return {str(role): learner for role, learner in learners.items()}, players
+
+
+def _prompt_room(config: Config) -> int:
+    """Tokens that the longest prompt of either role may take, so that an answer still fits behind it."""
+    rollout = config.rollout
+    room = config.actor.model.max_sequence_length - max(rollout.max_attempt_tokens, rollout.max_revision_tokens)
+    if config.critic is not None:
+        room = min(room, config.critic.model.max_sequence_length - rollout.max_feedback_tokens)
+    return room
+
+
+def _num_updates(config: Config, role: Role) -> int:
+    """Optimizer steps that a role will take in a whole run: what its schedule decays over."""
+    if role == "actor":
+        return config.num_steps * config.actor.loss.updates_per_batch
+    assert config.critic is not None
+    blocks = config.num_steps // config.bilevel.actor_steps_per_critic_step
+    return max(1, blocks * config.critic.loss.updates_per_batch)
+
+
+def _tokenizer(config: Config, task: Task, run_dir: Path) -> Tokenizer:
+    """The tokenizer that the config names, or one trained from the task's own text and kept with the run."""
+    if config.task.tokenizer is not None:
+        return load_tokenizer(Path(config.task.tokenizer))
+    path = run_dir / "tokenizer" / "tokenizer.model"
+    if dist.get_rank() == 0 and not path.exists():
+        SentencePieceTokenizer.train(corpus(task, CORPUS_PROMPTS), path, vocab_size=config.task.vocab_size)
+    dist.barrier()
+    return load_tokenizer(path)
+
+
+def _build_run(
+    config: Config,
+    run_dir: Path,
+    learners: dict[str, MegatronLearner],
+    players: Players,
+    stop: _Stop,
+    *,
+    resume: bool,
+) -> Run:
+    folder = run_dir / "checkpoints"
+    cursor = Cursor(players.task, "train", seed=config.seed)
+    path = latest_checkpoint(run_dir) if resume else None
+    first_step = 0 if path is None else int(path.name.removeprefix("step_"))
+    is_writer = dist.get_rank() == 0
+    run = Run(
+        config=config,
+        players=players,
+        cursor=cursor,
+        actor=learners["actor"],
+        critic=learners.get("critic"),
+        telemetry=Telemetry(run_dir, config, is_writer=is_writer, first_step=first_step),
+        clock=Clock(torch.cuda.synchronize if torch.cuda.is_available() else None),
+        save=lambda step: None,
+        stop_asked=stop.asked,
+        first_step=first_step,
+    )
+
+    def save(step: int) -> None:
+        opened = step % config.bilevel.actor_steps_per_critic_step
+        state = {
+            "cursor": run.cursor.state(),
+            "generated_tokens": run.generated_tokens,
+            "block": trees_to_json(run.block) if opened else [],
+        }
+        checkpoint.save(folder, step, learners, state, config.keep_checkpoints)
+
+    run.save = save
+    if is_writer:
+        for draft in folder.glob(".*.draft"):
+            shutil.rmtree(draft, ignore_errors=True)
+    if path is None:
+        save(0)
+    else:
+        # The reference is the policy before the first step, whatever the newest checkpoint holds.
+        for role, learner in learners.items():
+            checkpoint.load_learner(folder / checkpoint.FIRST / role, learner, weights_only=True)
+    for learner in learners.values():
+        if learner.config.train and learner.config.loss.kl_coef > 0:
+            learner.hold_reference()
+    if path is not None:
+        state = checkpoint.load(path, learners)
+        run.cursor.restore(state["cursor"])
+        run.generated_tokens = state["generated_tokens"]
+        run.block = trees_from_json(state["block"])
+        run.telemetry.note(f"resumed from {path}: step {first_step} comes next")
+    players.actor.publish(learners["actor"].num_updates)
+    if players.critic is not None:
+        players.critic.publish(learners["critic"].num_updates)
+    return run
+
+
+class _Stop:
+    """Remembers that this rank was asked to stop; ranks agree on it once a step."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.received = number
+
+    def asked(self) -> bool:
+        flag = torch.tensor(self.received or 0, device=cpu.device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.received = int(flag) or None
+        return self.received is not None
+
+

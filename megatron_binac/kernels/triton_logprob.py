@@ -34,6 +34,16 @@ class Tile:
     num_warps: int
     num_stages: int = 1
 
+    def fit(self, **sizes: int) -> Tile:
+        """Under the interpreter, blocks no larger than the problem; a GPU's blocks are fixed."""
+        if not INTERPRET:
+            return self
+        blocks = {
+            name: min(block, max(16, triton.next_power_of_2(sizes.get(name, block))))
+            for name, block in self.blocks.items()
+        }
+        return Tile(blocks=blocks, num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 # By the bytes of an element: float32 has no exact matrix instruction, so its tiles are sized for
 # plain multiply-adds. Chosen by the offline compile (zero spills on sm_80, sm_90 and sm_100) and to
@@ -50,7 +60,7 @@ LOGITS = Tile(blocks={"BT": 1, "BV": 2048}, num_warps=4)
 MERGE = Tile(blocks={"BT": 128}, num_warps=4)
 
 if INTERPRET:
-    # The interpreter pays by the program and the iteration: there a tile is as large as it may be.
+    # The interpreter pays for each program and each element: tiles are large, and `fit` trims them.
     LINEAR = dict.fromkeys((2, 4), Tile(blocks={"BT": 128, "BV": 4096, "BH": 64}, num_warps=1))
     ACCUMULATE = dict.fromkeys((2, 4), Tile(blocks={"BM": 2048, "BN": 64, "BK": 512}, num_warps=1))
     LOGITS = Tile(blocks={"BT": 64, "BV": 4096}, num_warps=1)
@@ -512,7 +522,7 @@ def linear_stats(
     num_rows, num_columns = labels_N.numel(), shard.num_columns
     if num_rows == 0 or num_columns == 0:
         return _stats_of_nothing(hidden_TH, num_rows)
-    tile = LINEAR[hidden_TH.element_size()]
+    tile = LINEAR[hidden_TH.element_size()].fit(BT=num_rows, BV=num_columns, BH=hidden_TH.shape[1])
     blocks_t = triton.cdiv(num_rows, tile.blocks["BT"])
     blocks_v = triton.cdiv(num_columns, tile.blocks["BV"])
     split_columns = triton.cdiv(blocks_v, min(MAX_SPLITS, blocks_v)) * tile.blocks["BV"]
@@ -639,7 +649,8 @@ def _linear_dlogits(
     n0: int,
     v0: int,
 ) -> None:
-    tile = LINEAR[hidden_TH.element_size()]
+    sizes = {"BT": out_NV.shape[0], "BV": out_NV.shape[1], "BH": hidden_TH.shape[1]}
+    tile = LINEAR[hidden_TH.element_size()].fit(**sizes)
     grid = triton.cdiv(out_NV.shape[0], tile.blocks["BT"]) * triton.cdiv(
         out_NV.shape[1], tile.blocks["BV"]
     )
@@ -680,8 +691,8 @@ def _accumulate(
     a_MK: Tensor, b_KN: Tensor, b_rows_K: Tensor | None, out_MN: Tensor, *, add: bool
 ) -> None:
     """``out (+)= a @ b``; with ``b_rows_K``, row k of b is row ``b_rows_K[k]`` of ``b_KN``."""
-    tile = ACCUMULATE[b_KN.element_size()]
     (num_m, num_k), num_n = a_MK.shape, b_KN.shape[1]
+    tile = ACCUMULATE[b_KN.element_size()].fit(BM=num_m, BN=num_n, BK=num_k)
     _accumulate_kernel[
         (triton.cdiv(num_m, tile.blocks["BM"]) * triton.cdiv(num_n, tile.blocks["BN"]),)
     ](
@@ -720,7 +731,7 @@ def logits_stats(
     stats = _stats_of_nothing(logits_TV, num_rows)
     if num_rows == 0 or shard.num_columns == 0:
         return stats
-    tile = LOGITS
+    tile = LOGITS.fit(BT=num_rows, BV=shard.num_columns)
     _logits_stats_kernel[(triton.cdiv(num_rows, tile.blocks["BT"]),)](
         logits_TV,
         labels_N,
@@ -761,7 +772,7 @@ def logits_grad(
     num_rows = labels_N.numel()
     if num_rows == 0 or shard.num_columns == 0:
         return
-    tile = LOGITS
+    tile = LOGITS.fit(BT=num_rows, BV=shard.num_columns)
     grid = (
         triton.cdiv(num_rows, tile.blocks["BT"]),
         triton.cdiv(shard.num_columns, tile.blocks["BV"]),

@@ -25,7 +25,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (4, ("rollout.vllm_engine", "rollout.megatron_engine", "rollout.play", "rollout.batch")),
     (5, ("rollout.*", "rollout")),
     (6, ("training.telemetry",)),
-    (7, ("training.loop*",)),
+    (7, ("training.loop*", "training.trees", "training.warm_start")),
     (8, ("training.*", "training")),
     (9, ("benchmark.*", "benchmark", "launch", "doctor")),
     (10, ("cli", "__main__")),

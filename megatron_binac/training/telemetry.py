@@ -112,7 +112,7 @@ class Telemetry:
             if not math.isfinite(number):
                 if key not in self._warned:
                     self._warned.add(key)
-                    self.note(f"step {step}: {key} is {number}; such values are written as null")
+                    self._write_log(f"step {step}: {key} is {number}; such values become null")
                 number = None
             self._row[key] = int(number) if isinstance(number, bool) else number
 
@@ -251,16 +251,21 @@ class _Progress:
         self._seconds: list[float] = []
         self._printed_at = -math.inf
         self._shown: dict[str, float] = {}
+        self._held_out: dict[str, str] = {}
 
     def update(self, row: Mapping[str, float | int | None]) -> str:
         """Take in a row; returns the line that was printed, '' where it was too early for one."""
         line = self._line(row)
         now = time.monotonic()
-        if now - self._printed_at < PLAIN_EVERY and self._done < self._total:
+        if not self._is_due(row, now):
             return ""
         self._printed_at = now
         self.say(line)
         return line
+
+    def _is_due(self, row: Mapping[str, float | int | None], now: float) -> bool:
+        waited = now - self._printed_at >= PLAIN_EVERY
+        return waited or self._done >= self._total or row.get("eval/sampled/acc_t1") is not None
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -281,11 +286,16 @@ class _Progress:
         tokens, seconds = row.get("play/generated_tokens") or 0, row.get("time/step") or 0.0
         self._tokens += int(tokens)
         self._tokens_per_step = tokens or self._tokens_per_step
+        for turn in ("acc_t1", "acc_t2"):
+            value = row.get(f"eval/sampled/{turn}")
+            if value is not None:
+                self._held_out[turn] = f"{value:.3f}"
+        held_out = "  held out " + " / ".join(self._held_out.values()) if self._held_out else ""
         rate = f"{tokens / seconds:.0f}" if tokens and seconds else "-"
         return (
             f"step {self._done}/{self._total}  acc_t1 {self._value('play/acc_t1')}  "
             f"acc_t2 {self._value('play/acc_t2')}  reward {self._value('play/reward')}  "
-            f"{rate} tokens/s  left {self._left()}"
+            f"{rate} tokens/s  left {self._left()}{held_out}"
         )
 
     def _value(self, key: str) -> str:
@@ -316,7 +326,7 @@ class _LiveProgress(_Progress):
         line = self._line(row)
         self._bar.update(self._task, completed=self._done, description=line)
         now = time.monotonic()
-        if now - self._printed_at < PLAIN_EVERY and self._done < self._total:
+        if not self._is_due(row, now):
             return ""
         self._printed_at = now
         return line

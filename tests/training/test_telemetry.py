@@ -125,17 +125,14 @@ def test_scalars_of_arrays_pass_and_keep_their_value(tmp_path: Path) -> None:
     assert (row["a/n"], row["a/zero_dim"]) == (3, 2.5)
 
 
-def test_non_finite_is_null_and_named_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_non_finite_is_null_and_named_once(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, QUIET, is_writer=True)
     for step, value in enumerate((math.nan, math.inf, 2.0)):
         telemetry.log(step, "actor/follow", {"loss": value})
         telemetry.flush(step, Clock())
     telemetry.close()
     assert [r["actor/follow/loss"] for r in read(tmp_path / "metrics.jsonl")] == [None, None, 2.0]
-    assert capsys.readouterr().out.count("actor/follow/loss is nan") == 1
-    assert (tmp_path / "log.txt").read_text().count("actor/follow/loss") == 1
+    assert (tmp_path / "log.txt").read_text().count("actor/follow/loss is nan") == 1
 
 
 def test_resumed_file_equals_the_unbroken_one(tmp_path: Path) -> None:
@@ -220,6 +217,21 @@ def test_plain_progress_is_one_line_every_few_seconds(
         "step 4/6  acc_t1 0.500  acc_t2 0.750  reward 0.600  50 tokens/s  left 0m04s"
     )
     assert (tmp_path / "log.txt").read_text().count("tokens/s") == 3
+
+
+def test_an_evaluation_is_shown_at_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(telemetry_module.time, "monotonic", lambda: 100.0)
+    telemetry = Telemetry(tmp_path, QUIET, is_writer=True)
+    for step, values in enumerate(({}, {"acc_t1": 0.5, "acc_t2": 0.625}, {}, {}, {}, {})):
+        telemetry.log(step, "eval/sampled", values)
+        telemetry.flush(step, Clock())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/6", "2/6", "6/6"]
+    assert "held out" not in lines[0]
+    assert lines[1].endswith("held out 0.500 / 0.625")
+    assert lines[2].endswith("held out 0.500 / 0.625")
 
 
 def test_time_left_minds_the_token_budget(

@@ -1,7 +1,7 @@
 """Text to token ids and back. Turn markers are ids that no text can spell.
 
-Ids go from here to the engine and from the engine to the loss; sampled ids are decoded for graders and
-never encoded again.
+Ids go from here to the engine and from the engine to the loss; sampled ids are decoded for graders
+and never encoded again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     """Fills up a batch; never sampled, never a target."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Characters that spell a turn marker are text and do not become the marker."""
+        """Ids of a text. Characters that spell a turn marker are text, not the marker."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -44,12 +44,12 @@ class Tokenizer(Protocol):
         ...
 
     def offsets(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Characters [start, end) of `decode(ids)` that each id wrote; ids that share one overlap."""
+        """Characters [start, end) of `decode(ids)` by id; ids that share one overlap."""
         ...
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model of this project: bytes for rare characters, single digits, exact round trip.
+    """A SentencePiece model: bytes for rare characters, single digits, an exact round trip.
 
     Example: ``SentencePieceTokenizer.train(texts, "run/tokenizer.model", vocab_size=320)``
     """
@@ -58,8 +58,8 @@ class SentencePieceTokenizer:
         """Load a model file; FileNotFoundError or ValueError where it is missing or not one."""
         if not Path(path).is_file():
             raise FileNotFoundError(
-                f"there is no tokenizer at {path}; give the path of a SentencePiece .model file, or set "
-                "task.tokenizer to none to train one"
+                f"there is no tokenizer at {path}; give the path of a SentencePiece .model file, "
+                "or set task.tokenizer to null to train one"
             )
         self.path = Path(path)
         self._processor = _load_sentencepiece(self.path.read_bytes(), self.path)
@@ -84,8 +84,8 @@ class SentencePieceTokenizer:
     ) -> SentencePieceTokenizer:
         """Train a BPE vocabulary on `texts`, write it to `path` and load it.
 
-        The same texts give the same file, byte for byte. Where the texts hold too few pairs to merge, the
-        vocabulary stays smaller than asked. ValueError where it is too small for the characters of the texts.
+        The same texts give the same file, byte for byte. Where they hold too few pairs to merge,
+        the vocabulary stays smaller than asked. ValueError where it cannot hold their characters.
         """
         # Sorted and without doubles: the order in which texts came must not show in the model.
         sentences = sorted({line for text in texts for line in text.splitlines() if line})
@@ -96,8 +96,8 @@ class SentencePieceTokenizer:
         least = 256 + 2 + len(specials) + len(characters)
         if vocab_size < least:
             raise ValueError(
-                f"vocab_size is {vocab_size}, but bytes, markers and the {len(characters)} characters of the "
-                f"texts need {least}; raise task.vocab_size"
+                f"vocab_size is {vocab_size}, but bytes, markers and the {len(characters)} "
+                f"characters of the texts need {least}; raise task.vocab_size"
             )
         model = _train_sentencepiece(sentences, vocab_size, specials)
         target = Path(path)
@@ -123,7 +123,8 @@ class SentencePieceTokenizer:
         found: int = self._processor.piece_to_id(piece)
         if self._processor.id_to_piece(found) != piece:
             raise ValueError(
-                f"the vocabulary of {self.path} has no piece {piece!r}; train it with specials={TURN_PIECES}"
+                f"the vocabulary of {self.path} has no piece {piece!r}; "
+                f"train it with specials={TURN_PIECES}"
             )
         return found
 
@@ -142,7 +143,7 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """The `tokenizer.json` of a local model folder.
 
-    Example: ``HuggingFaceTokenizer("llama", markers={"<|user|>": "<|reserved_special_token_0|>", ...})``
+    Example: ``HuggingFaceTokenizer("llama", markers={"<|user|>": "<|reserved_0|>", ...})``
     """
 
     def __init__(
@@ -154,14 +155,15 @@ class HuggingFaceTokenizer:
     ) -> None:
         """Load a folder; ValueError where a turn marker has no token.
 
-        `markers` names a special token of the vocabulary for each of `TURN_PIECES` that it lacks; reserved
-        tokens do well. `pad` names the padding token, by default the end marker's.
+        `markers` names a special token of the vocabulary for each of `TURN_PIECES` that it lacks;
+        reserved tokens do well. `pad` names the padding token, by default the end marker's.
         """
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
             raise ImportError(
-                "a Hugging Face tokenizer needs the package tokenizers; pip install 'megatron_binac[tasks]'"
+                "a Hugging Face tokenizer needs the package tokenizers; "
+                "pip install 'megatron_binac[tasks]'"
             ) from error
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -177,8 +179,8 @@ class HuggingFaceTokenizer:
         missing = sorted(p for p, token in self._markers.items() if token not in special)
         if missing:
             raise ValueError(
-                f"{path} has no special token for {missing}; pass markers={{piece: token}} with tokens among "
-                f"{sorted(special)[:8]} ..."
+                f"{path} has no special token for {missing}; "
+                f"pass markers={{piece: token}} with tokens among {sorted(special)[:8]} ..."
             )
         if len(set(self._markers.values())) < len(self._markers):
             raise ValueError(f"two turn markers share a token: {self._markers}; give each its own")
@@ -205,7 +207,7 @@ class HuggingFaceTokenizer:
         total = len(self.decode(ids))
         spans, start = [], 0
         for end in ends:
-            # A token inside a character of several bytes wrote nothing yet: it shares that character.
+            # A token inside a character of several bytes shares that character.
             spans.append((start, max(end, min(start + 1, total))))
             start = max(start, end)
         return spans
@@ -254,7 +256,7 @@ def _train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        # Few different words have few pairs to merge, and the library wants to be told their number.
+        # Few words have few pairs to merge, and the library wants to be told their number.
         found = re.search(r"Vocabulary size too high .* a value <= (\d+)", str(error))
         if found is None or int(found[1]) >= vocab_size:
             raise

@@ -1,11 +1,11 @@
-"""What each turn is asked: prompts as token ids, with sampled turns spliced in as they were sampled.
+"""What each turn is asked: prompts as token ids, with sampled turns spliced in as they are.
 
     attempt    <|user|> x <|actor|>
     feedback   <|user|> x <|actor|> y0 <|end|> <|critic|>
     revision   <|user|> x <|actor|> y0 <|end|> <|critic|> z <|end|> <|actor|>
 
-Only the problem's text is ever encoded. A sampled turn is not, since other ids may spell the same text
-and the log-probs belong to the sampled ones.
+Only the problem's text is ever encoded. A sampled turn is not, since other ids may spell the same
+text and the log-probs belong to the sampled ones.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ USER, ACTOR, CRITIC = "<|user|>", "<|actor|>", "<|critic|>"
 class Template:
     """Builds the prompt of every turn. Turns may be given with their end token or without.
 
-    Where a prompt would pass `max_prompt_tokens`, the problem keeps its head and each turn its tail; such
-    prompts are counted in `num_truncated`. `prompt.gold` is not read.
+    Where a prompt would pass `max_prompt_tokens`, the problem keeps its head and each turn its
+    tail; such prompts are counted in `num_truncated`. `prompt.gold` is not read.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int | None = None) -> None:
@@ -85,7 +85,7 @@ class Template:
         self.num_truncated += keep != lengths
         ids = [self._user, *problem[: keep[0]]]
         for (marker, _), body, kept in zip(turns, bodies, keep[1:], strict=True):
-            # The end token closes a turn in every context, also one that was cut by its length limit.
+            # In a context the end token also closes a turn that was cut by its length limit.
             ids += [marker, *body[len(body) - kept :], end]
         return [*ids, next_speaker]
 
@@ -96,7 +96,7 @@ def _without_end(ids: Sequence[int], end: int) -> list[int]:
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """Tokens that each part keeps: short parts whole, the long ones an equal share of what is left."""
+    """Tokens that each part keeps: short parts whole, long ones an equal share of the rest."""
     keep = list(lengths)
     waiting = sorted(range(len(lengths)), key=lambda i: lengths[i])
     while waiting:

@@ -1,4 +1,4 @@
-"""Prompts in, grades out: the tasks by name. Each is imported when it is built, and none needs torch."""
+"""Prompts in, grades out: tasks by name, each imported when it is built, none with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY_POINT_GROUP = "megatron_binac.tasks"
 BUILDERS: dict[str, str] = {
     "checksum": "megatron_binac.tasks.checksum:Checksum",
 }
-"""Name -> "module:callable". Another distribution adds a task by an entry point of the same form."""
+"""Name -> "module:callable". Another distribution adds tasks by entry points of the same form."""
 
 
 def task_names() -> list[str]:
@@ -24,7 +24,7 @@ def task_names() -> list[str]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """Make a task; ValueError for a name or an option that it does not know, with the closest one."""
+    """Make a task; ValueError, with the closest name, for a task or an option it does not know."""
     builder = _builder(name)
     allowed = [p for p in inspect.signature(builder).parameters.values() if p.name != "self"]
     if not any(p.kind is p.VAR_KEYWORD for p in allowed):

@@ -21,7 +21,7 @@ class Task(Protocol):
     name: str
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Item `index` of a split, always the same one; IndexError past the end of a finite split."""
+        """Item `index` of a split, always the same; IndexError past the end of a finite split."""
         ...
 
     def size(self, split: Split) -> int | None:
@@ -29,7 +29,7 @@ class Task(Protocol):
         ...
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        """Verify one answer. Raises where the verifier itself breaks; a wrong answer is a score of 0."""
+        """Verify one answer; raises only where the verifier itself breaks, not for a wrong one."""
         ...
 
     def leaks(self, prompt: Prompt, attempt_text: str, feedback_text: str) -> bool:
@@ -37,7 +37,7 @@ class Task(Protocol):
         ...
 
     def verdict(self, feedback_text: str) -> bool | None:
-        """What the feedback says of the attempt: right, wrong, or None where it gives no verdict."""
+        """What the feedback says of the attempt: right, wrong, or None for no verdict."""
         ...
 
 
@@ -62,11 +62,11 @@ class TeachingTask(Task, Protocol):
     """A task that can make right feedback and supervised conversations by itself."""
 
     def oracle_feedback(self, prompt: Prompt, attempt_text: str) -> str:
-        """Right feedback on an attempt: for the warm start, and as an upper bound in evaluation only."""
+        """Right feedback: for the warm start, and as an upper bound in evaluation only."""
         ...
 
     def supervised(self, role: Role, index: int) -> Example:
-        """Warm-start example `index` of one role, always the same one, from the train split only."""
+        """Warm-start example `index` of one role, always the same, from the train split only."""
         ...
 
 
@@ -76,8 +76,8 @@ def corpus(task: Task, num_prompts: int) -> Iterator[str]:
     for index in range(num_prompts if size is None else min(size, num_prompts)):
         yield task.prompt("train", index).text
         if isinstance(task, TeachingTask):
-            for role in ("actor", "critic"):
-                yield from (s.text for s in task.supervised(role, index) if s.text)
+            for example in (task.supervised("actor", index), task.supervised("critic", index)):
+                yield from (segment.text for segment in example if segment.text)
 
 
 def parse_verdict(text: str, right: Sequence[str], wrong: Sequence[str]) -> bool | None:
@@ -92,15 +92,16 @@ def parse_verdict(text: str, right: Sequence[str], wrong: Sequence[str]) -> bool
 class Cursor:
     """Hands out the prompts of a split in a seeded order that a resume continues.
 
-    A finite split is shuffled anew for each epoch and a batch runs on over the border of an epoch. From
-    the second epoch on the id says so ("gsm8k/train/17@1"), so that two groups of one batch never share
-    an id. An endless split is taken in its own order.
+    A finite split is shuffled anew for each epoch and a batch runs on over the border of an epoch.
+    From the second epoch on the id says so ("gsm8k/train/17@1"), so that two groups of one batch
+    never share an id. An endless split is taken in its own order.
 
     Example: ``Cursor(task, "train", seed=1).take(32)``
     """
 
     def __init__(self, task: Task, split: Split, *, seed: int) -> None:
-        self.task, self.split, self.seed = task, split, seed
+        self.task, self.seed = task, seed
+        self.split: Split = split
         self.size = task.size(split)
         if self.size == 0:
             raise ValueError(
@@ -116,15 +117,12 @@ class Cursor:
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Prompt:
-        if self._order is None:
-            prompt = self.task.prompt(self.split, self.position)
-            self.position += 1
-            return prompt
-        if self.position == len(self._order):
+        if self.size is not None and self.position == self.size:
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._shuffled()
-        prompt = self.task.prompt(self.split, int(self._order[self.position]))
+        index = self.position if self._order is None else int(self._order[self.position])
         self.position += 1
+        prompt = self.task.prompt(self.split, index)
         return replace(prompt, id=f"{prompt.id}@{self.epoch}") if self.epoch else prompt
 
     def _shuffled(self) -> np.ndarray | None:
@@ -144,8 +142,8 @@ class Cursor:
         for key in ("task", "split", "seed", "size"):
             if state[key] != here[key]:
                 raise ValueError(
-                    f"the saved cursor has {key} {state[key]!r}, this run has {here[key]!r}; resume with "
-                    "the task, the data and the seed that the run began with, or start a new run"
+                    f"the saved cursor has {key} {state[key]!r}, this run has {here[key]!r}; "
+                    "resume with the task, the data and the seed that the run began with"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()

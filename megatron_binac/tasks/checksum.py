@@ -1,10 +1,11 @@
 """Check digits: the sum of a few digits modulo 10, answered at once, and checked by working.
 
-A made-up problem on which a critic matters. The actor answers with one digit and no working, which a
-small model can learn for two summands and not for four or five. The critic may work: it starts from the
-complement of the attempt and adds the digits one by one, so that the last sum is what the attempt lacks.
-Nothing in that wording is the answer: the same digits say another thing about another attempt, and the
-actor has to add them to its own. Right working leads to the right revision, wrong working to a wrong one.
+A made-up problem on which a critic matters. The actor answers with one digit and no working, which
+a small model can learn for two summands and not for four or five. The critic may work: it starts
+from the complement of the attempt and adds the digits one by one, so that the last sum is what the
+attempt lacks. Nothing in that wording is the answer: the same digits say another thing about
+another attempt, and the actor has to add them to its own. Right working leads to the right
+revision, wrong working to a wrong one.
 
     problem   74036          the sum is 20, so the check digit is 0
     attempt   8
@@ -47,7 +48,8 @@ class Checksum:
     def __post_init__(self) -> None:
         if not 3 <= self.num_digits <= 32:
             raise ValueError(
-                f"checksum num_digits is {self.num_digits}, expected 3 to 32; set task.options.num_digits"
+                f"checksum num_digits is {self.num_digits}, expected 3 to 32; "
+                "set task.options.num_digits"
             )
         for name in ("easy_share", "eval_share", "right_share"):
             value = getattr(self, name)
@@ -87,9 +89,9 @@ class Checksum:
     def leaks(self, prompt: Prompt, attempt_text: str, feedback_text: str) -> bool:
         """Whether the last digit, the place of what the attempt lacks, holds the answer instead.
 
-        Every digit occurs in honest working by chance, so only that place is judged, and only where the
-        attempt is wrong and honest working would have ended in another digit. A slip of the working ends
-        in the answer one time in nine: that is the floor of the rate, not a leak.
+        Every digit occurs in honest working by chance, so only that place is judged, and only where
+        the attempt is wrong and honest working would have ended in another digit. A slip of the
+        working ends in the answer one time in nine: that is the floor of the rate, not a leak.
         """
         digits = re.findall(r"[0-9]", feedback_text)
         if not digits or _answer(attempt_text) == prompt.gold:
@@ -107,14 +109,14 @@ class Checksum:
         return f"{working} {RIGHT if right else WRONG}"
 
     def supervised(self, role: Role, index: int) -> Example:
-        """For the actor, attempts at easy problems and revisions by turns; for the critic, feedback.
+        """For the actor, one attempt at an easy problem to two revisions; for the critic, feedback.
 
-        Attempts are right in `right_share` of the conversations and any digit otherwise, and only right
-        ones could teach the actor to answer: here they are context, never a target.
+        In a conversation the attempt is right with `right_share` and any digit otherwise. It is
+        context there and never a target: only right ones would teach the actor to answer.
         """
         rng = self._rng("supervised", role, index)
         n = self.num_digits
-        if role == "actor" and index % 2 == 0:
+        if role == "actor" and index % 3 == 0:
             digits = self._draw(rng, (1, 2), "train")
             return (
                 Segment(speaker="user", text="".join(map(str, digits)), is_target=False),
@@ -141,7 +143,7 @@ class Checksum:
         return np.random.default_rng(name_seed(self.name, self.seed, *place))
 
     def _draw(self, rng: np.random.Generator, lengths: tuple[int, ...], split: Split) -> list[int]:
-        """Digits of which one of `lengths`, chosen evenly, are not 0, and which belong to the split."""
+        """Digits of the split, of which one of `lengths`, chosen evenly, are not 0."""
         while True:
             digits = np.zeros(self.num_digits, dtype=np.int64)
             places = rng.permutation(self.num_digits)[: lengths[rng.integers(len(lengths))]]
@@ -154,7 +156,7 @@ class Checksum:
         return name_seed("checksum split", text) % 10_000 < self.eval_share * 10_000
 
     def _working(self, text: str, attempt_text: str) -> str:
-        """Complement of the attempt, then the running sums: the last digit is gold - attempt mod 10."""
+        """Complement of the attempt, then the running sums: the last is gold - attempt mod 10."""
         total = -int(_answer(attempt_text) or 0) % 10
         sums = [total]
         for digit in text:

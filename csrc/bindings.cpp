@@ -166,6 +166,7 @@ py::tuple plan(const py::object& lengths_S, const py::object& costs_S, const py:
                       seq_multiple, microbatch_multiple);
   }
   return py::make_tuple(to_numpy(std::move(out.indices)), to_numpy(std::move(out.bounds)),
+                        to_numpy(std::move(out.tokens)), to_numpy(std::move(out.costs)),
                         out.num_bins, out.lower_bound);
 }
 

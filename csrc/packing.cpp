@@ -39,7 +39,6 @@ class Heap {
   std::size_t size() const { return keys_.size(); }
   const Key& top() const { return keys_.front(); }
 
-  // Keys that are pushed in ascending order make a heap without a move.
   void push(const Key& key) {
     std::size_t at = keys_.size();
     keys_.push_back(key);
@@ -58,10 +57,8 @@ class Heap {
     if (!keys_.empty()) sink(last);
   }
 
-  void replace_top(const Key& key) { sink(key); }
-
  private:
-  // Down along the least children, then up: a bin that has just been filled belongs near the bottom.
+  // Down along the least children, then up: the last key belongs near the bottom.
   void sink(const Key& key) {
     const std::size_t n = keys_.size();
     std::size_t at = 0;
@@ -94,47 +91,51 @@ class BitTree {
   explicit BitTree(i64 size) {
     do {
       size = ceil_div(size, 64);
-      levels_.emplace_back(static_cast<std::size_t>(size), 0);
+      levels_[depth_++].resize(static_cast<std::size_t>(size), 0);
     } while (size > 1);
   }
 
   void insert(i64 x) {
-    for (auto& level : levels_) {
-      level[x >> 6] |= std::uint64_t{1} << (x & 63);
+    for (int d = 0; d < depth_; ++d) {
+      std::uint64_t& word = levels_[d][x >> 6];
+      const bool was_empty = word == 0;
+      word |= std::uint64_t{1} << (x & 63);
+      if (!was_empty) return;
       x >>= 6;
     }
   }
 
   void erase(i64 x) {
-    for (auto& level : levels_) {
-      level[x >> 6] &= ~(std::uint64_t{1} << (x & 63));
-      if (level[x >> 6] != 0) return;
+    for (int d = 0; d < depth_; ++d) {
+      std::uint64_t& word = levels_[d][x >> 6];
+      word &= ~(std::uint64_t{1} << (x & 63));
+      if (word != 0) return;
       x >>= 6;
     }
   }
 
   // -1 where there is none.
   i64 successor(i64 x) const {
-    for (std::size_t depth = 0; depth < levels_.size(); ++depth) {
-      const auto& level = levels_[depth];
-      const i64 word = x >> 6;
-      if (word >= static_cast<i64>(level.size())) return -1;
-      const std::uint64_t at_or_after = level[word] >> (x & 63);
+    for (int d = 0; d < depth_; ++d) {
+      const i64 at = x >> 6;
+      if (at >= static_cast<i64>(levels_[d].size())) return -1;
+      const std::uint64_t at_or_after = levels_[d][at] >> (x & 63);
       if (at_or_after != 0) {
         x += __builtin_ctzll(at_or_after);
-        while (depth > 0) {
-          --depth;
-          x = (x << 6) + __builtin_ctzll(levels_[depth][x]);
+        while (d > 0) {
+          --d;
+          x = (x << 6) + __builtin_ctzll(levels_[d][x]);
         }
         return x;
       }
-      x = word + 1;
+      x = at + 1;
     }
     return -1;
   }
 
  private:
-  std::vector<std::vector<std::uint64_t>> levels_;
+  int depth_ = 0;
+  std::vector<std::uint64_t> levels_[11];  // 64 ** 11 > 2 ** 63
 };
 
 // Costs as integers >= 1 whose sum stays below 2**63. The scale is a power of two taken from the
@@ -149,8 +150,11 @@ std::vector<i64> quantise(View<double> costs) {
   int bits = 0;
   for (i64 n = costs.size; n > 0; n >>= 1) ++bits;
   const int shift = 62 - exponent - bits;
+  // Two factors, since one alone may not be a double. What underflows on the way is below 1 anyway.
+  const double half = std::ldexp(1.0, shift / 2);
+  const double rest = std::ldexp(1.0, shift - shift / 2);
   for (i64 i = 0; i < costs.size; ++i) {
-    out[i] = std::max<i64>(static_cast<i64>(std::ldexp(costs[i], shift)), 1);
+    out[i] = std::max<i64>(static_cast<i64>(costs[i] * half * rest), 1);
   }
   return out;
 }
@@ -158,7 +162,7 @@ std::vector<i64> quantise(View<double> costs) {
 // What stays together, with weights in multiples of seq_multiple.
 struct Units {
   std::vector<i32> of_sequence;  // empty: every sequence is its own unit
-  std::vector<i64> weights;
+  std::vector<i64> weights;  // of a unit that is too large this may exceed the limit
   std::vector<i64> costs;
   std::vector<i32> first;  // first sequence of each; empty: itself
   i64 size() const { return static_cast<i64>(weights.size()); }
@@ -192,17 +196,10 @@ Units make_units(View<i64> lengths, std::vector<i64> costs, View<i64> labels, i6
 // Units in descending weight, ties in ascending index, as they are worked through: side by side in
 // memory, since a million of them looked up one by one would wait for the cache a million times.
 struct Items {
-  std::vector<i64> weights;
+  std::vector<i32> weights;
   std::vector<i64> costs;
+  explicit Items(i64 n = 0) : weights(n), costs(n) {}
   i64 size() const { return static_cast<i64>(weights.size()); }
-  void reserve(i64 n) {
-    weights.reserve(n);
-    costs.reserve(n);
-  }
-  void add(i64 weight, i64 cost) {
-    weights.push_back(weight);
-    costs.push_back(cost);
-  }
 };
 
 // Units in descending weight, ties in ascending index.
@@ -225,29 +222,30 @@ std::vector<i32> sort_units(const std::vector<i64>& weights, i64 limit) {
 // The bound L2 of Martello and Toth over every threshold: an item over half the limit takes a bin of
 // its own; those up to limit - threshold have room left for items of at least the threshold, and the
 // rest of these need further bins.
-i64 lower_bound(const std::vector<i64>& weights, i64 limit) {
+i64 lower_bound(const std::vector<i32>& weights, i64 limit) {
   const i64 n = static_cast<i64>(weights.size());
-  std::vector<i64> prefix(n + 1, 0);
-  for (i64 i = 0; i < n; ++i) prefix[i + 1] = prefix[i] + weights[i];
   i64 half = 0;
-  while (half < n && 2 * weights[half] > limit) ++half;
-  const auto further = [&](i64 small, i64 spare) {
-    return small > spare ? ceil_div(small - spare, limit) : 0;
-  };
-  i64 best = half + further(prefix[n] - prefix[half], half * limit - prefix[half]);
+  i64 spare = 0;  // room beside the items over half the limit
+  while (half < n && 2 * i64{weights[half]} > limit) spare += limit - weights[half++];
+  i64 small = 0;  // the other items, of at least the threshold
+  for (i64 i = half; i < n; ++i) small += weights[i];
+  const auto bins = [&] { return half + (small > spare ? ceil_div(small - spare, limit) : 0); };
+  i64 best = bins();
   i64 closed = 0;  // items too large to take anything of the threshold's size
   for (i64 i = n - 1; i >= half; --i) {
-    const i64 weight = weights[i];
-    if (i + 1 < n && weight == weights[i + 1]) continue;
-    while (closed < half && weights[closed] > limit - weight) ++closed;
-    const i64 spare = (half - closed) * limit - (prefix[half] - prefix[closed]);
-    best = std::max(best, half + further(prefix[i + 1] - prefix[half], spare));
+    if (i + 1 == n || weights[i] != weights[i + 1]) {
+      while (closed < half && weights[closed] > limit - weights[i]) {
+        spare -= limit - weights[closed++];
+      }
+      best = std::max(best, bins());
+    }
+    small -= weights[i];
   }
   return best;
 }
 
 // Bin of each item: where it leaves the least room, else a new one. Returns the number of bins.
-i64 best_fit_decreasing(const std::vector<i64>& weights, i64 limit, std::vector<i32>& bin_of) {
+i64 best_fit_decreasing(const std::vector<i32>& weights, i64 limit, std::vector<i32>& bin_of) {
   BitTree rooms(limit + 1);
   std::vector<i32> head(limit + 1, -1);  // latest bin with this room
   std::vector<i32> next;
@@ -275,12 +273,42 @@ i64 best_fit_decreasing(const std::vector<i64>& weights, i64 limit, std::vector<
   return static_cast<i64>(next.size());
 }
 
-struct OpenBin {
-  i64 cost;
-  i32 bin;
-  bool operator<(const OpenBin& other) const {
-    return cost != other.cost ? cost < other.cost : bin < other.bin;
+// The cheapest of a fixed number of bins, ties to the lower index, as the winner of a knock-out: a new
+// cost is carried to the top by one comparison a level, without a branch that could be guessed wrong.
+class CheapestBin {
+ public:
+  static constexpr i64 kAside = std::numeric_limits<i64>::max() - 1;
+
+  // Every bin begins at cost 0.
+  explicit CheapestBin(i64 num_bins) {
+    while (leaves_ < num_bins) leaves_ *= 2;
+    cost_.assign(leaves_, kAside);
+    std::fill_n(cost_.begin(), num_bins, 0);
+    winner_.resize(2 * leaves_);
+    std::iota(winner_.begin() + leaves_, winner_.end(), 0);
+    for (i64 n = leaves_ - 1; n > 0; --n) winner_[n] = winner_[2 * n];
   }
+
+  i32 bin() const { return winner_[1]; }
+  i64 cost() const { return cost_[winner_[1]]; }
+
+  void set(i32 bin, i64 cost) {
+    cost_[bin] = cost;
+    for (i64 at = leaves_ + bin; at > 1;) {
+      const i32 other = winner_[at ^ 1];
+      const i64 other_cost = cost_[other];
+      const bool other_wins = other_cost < cost + (at & 1);  // the left one wins a tie
+      bin = other_wins ? other : bin;
+      cost = other_wins ? other_cost : cost;
+      at >>= 1;
+      winner_[at] = bin;
+    }
+  }
+
+ private:
+  i64 leaves_ = 1;
+  std::vector<i64> cost_;
+  std::vector<i32> winner_;  // of the knock-out below each node; the leaves are the bins
 };
 
 struct AsideBin {
@@ -299,26 +327,24 @@ bool spread(const Items& items, i64 limit, i64 num_bins, std::vector<i32>& bin_o
   const i64 count = items.size();
   bin_of.resize(count);
   std::vector<i64> room(num_bins, limit);
-  Heap<OpenBin> open;
+  CheapestBin open(num_bins);
   Heap<AsideBin> aside;
-  open.reserve(num_bins);
-  for (i64 b = 0; b < num_bins; ++b) open.push({0, static_cast<i32>(b)});
   for (i64 k = 0; k < count; ++k) {
     const i64 weight = items.weights[k];
     while (!aside.empty() && aside.top().room >= weight) {
-      open.push({aside.top().cost, aside.top().bin});
+      open.set(aside.top().bin, aside.top().cost);
       aside.pop();
     }
-    while (!open.empty() && room[open.top().bin] < weight) {
-      const OpenBin full = open.top();
-      open.pop();
-      aside.push({room[full.bin], full.cost, full.bin});
+    while (open.cost() != CheapestBin::kAside && room[open.bin()] < weight) {
+      const i32 bin = open.bin();
+      aside.push({room[bin], open.cost(), bin});
+      open.set(bin, CheapestBin::kAside);
     }
-    if (open.empty()) return false;
-    const OpenBin cheapest = open.top();
-    bin_of[k] = cheapest.bin;
-    room[cheapest.bin] -= weight;
-    open.replace_top({cheapest.cost + items.costs[k], cheapest.bin});
+    if (open.cost() == CheapestBin::kAside) return false;
+    const i32 bin = open.bin();
+    bin_of[k] = bin;
+    room[bin] -= weight;
+    open.set(bin, open.cost() + items.costs[k]);
   }
   return true;
 }
@@ -529,8 +555,16 @@ std::vector<i32> assign(const Items& items, std::vector<i32> packed, i64 have, i
   };
 
   for (const auto& rank_of : splits) {
-    std::vector<Items> of_rank(num_ranks);
-    for (i64 k = 0; k < n; ++k) of_rank[rank_of[k]].add(items.weights[k], items.costs[k]);
+    std::vector<i64> counts(num_ranks, 0);
+    for (const i32 r : rank_of) ++counts[r];
+    std::vector<Items> of_rank;
+    for (const i64 count : counts) of_rank.emplace_back(count);
+    std::vector<i64> cursor(num_ranks, 0);
+    for (i64 k = 0; k < n; ++k) {
+      const i32 r = rank_of[k];
+      of_rank[r].weights[cursor[r]] = items.weights[k];
+      of_rank[r].costs[cursor[r]++] = items.costs[k];
+    }
     std::vector<std::vector<i32>> local(num_ranks);
     bool fits = true;
     for (i64 r = 0; r < num_ranks && fits; ++r) {
@@ -538,7 +572,7 @@ std::vector<i32> assign(const Items& items, std::vector<i32> packed, i64 have, i
     }
     if (!fits) continue;
     std::vector<i32> bin_of(n);
-    std::vector<i64> cursor(num_ranks, 0);
+    std::fill(cursor.begin(), cursor.end(), 0);
     for (i64 k = 0; k < n; ++k) {
       const i32 r = rank_of[k];
       bin_of[k] = static_cast<i32>(r * num_microbatches + local[r][cursor[r]++]);
@@ -554,8 +588,8 @@ std::vector<i32> assign(const Items& items, std::vector<i32> packed, i64 have, i
     for (auto& bin : bin_of) bin = renamed[bin];
     offer(std::move(bin_of));
   };
-  std::vector<i32> over_all;
-  if (spread(items, limit, num_bins, over_all)) deal(std::move(over_all));
+  std::vector<i32> over_all;  // with one rank, that is what has been tried
+  if (num_ranks > 1 && spread(items, limit, num_bins, over_all)) deal(std::move(over_all));
   split_to(items, have, num_bins, packed);
   deal(std::move(packed));
   return best;
@@ -647,8 +681,11 @@ Plan plan(View<i64> lengths, View<double> costs, View<i64> units_view, View<i32>
   std::vector<i64> num_packed(num_pools);
   i64 most = 1;
   for (i64 p = 0; p < num_pools; ++p) {
-    items[p].reserve(static_cast<i64>(pools[p].size()));
-    for (const i32 u : pools[p]) items[p].add(units.weights[u], units.costs[u]);
+    items[p] = Items(static_cast<i64>(pools[p].size()));
+    for (std::size_t k = 0; k < pools[p].size(); ++k) {
+      items[p].weights[k] = static_cast<i32>(units.weights[pools[p][k]]);
+      items[p].costs[k] = units.costs[pools[p][k]];
+    }
     out.lower_bound += lower_bound(items[p].weights, room);
     num_packed[p] = best_fit_decreasing(items[p].weights, room, packed[p]);
     out.num_bins += num_packed[p];
@@ -664,6 +701,7 @@ Plan plan(View<i64> lengths, View<double> costs, View<i64> units_view, View<i32>
 
   std::vector<i32> bin_of_unit(units.size());
   std::vector<i64> bin_cost(num_bins, 0);
+  std::vector<i64> bin_weight(num_bins, 0);
   for (i64 p = 0; p < num_pools; ++p) {
     const std::vector<i32> bin_of = assign(items[p], std::move(packed[p]), num_packed[p], room,
                                            ranks_per_pool, num_microbatches);
@@ -671,12 +709,15 @@ Plan plan(View<i64> lengths, View<double> costs, View<i64> units_view, View<i32>
     for (std::size_t k = 0; k < bin_of.size(); ++k) {
       bin_of_unit[pools[p][k]] = static_cast<i32>(base + bin_of[k]);
       bin_cost[base + bin_of[k]] += items[p].costs[k];
+      bin_weight[base + bin_of[k]] += items[p].weights[k];
     }
   }
 
   // Dearest first on every rank: the j-th micro-batches are alike across ranks, and a step that does
   // not fit in memory fails at its first micro-batch.
   std::vector<i32> place_of_bin(num_bins);
+  out.tokens.resize(num_bins);
+  out.costs.resize(num_bins);
   std::vector<i32> bins(num_microbatches);
   for (i64 r = 0; r < dp_size; ++r) {
     const i64 base = r * num_microbatches;
@@ -684,7 +725,11 @@ Plan plan(View<i64> lengths, View<double> costs, View<i64> units_view, View<i32>
     std::sort(bins.begin(), bins.end(), [&](i32 a, i32 b) {
       return bin_cost[a] != bin_cost[b] ? bin_cost[a] > bin_cost[b] : a < b;
     });
-    for (i64 j = 0; j < num_microbatches; ++j) place_of_bin[bins[j]] = static_cast<i32>(base + j);
+    for (i64 j = 0; j < num_microbatches; ++j) {
+      place_of_bin[bins[j]] = static_cast<i32>(base + j);
+      out.tokens[base + j] = bin_weight[bins[j]] * seq_multiple;
+      out.costs[base + j] = bin_cost[bins[j]];
+    }
   }
   std::vector<i32> place(lengths.size);
   out.bounds.assign(num_bins + 1, 0);

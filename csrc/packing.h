@@ -28,6 +28,8 @@ struct View {
 struct Plan {
   std::vector<std::int32_t> indices;  // sequences, rank after rank, micro-batch after micro-batch
   std::vector<std::int64_t> bounds;   // dp_size * num_microbatches + 1 offsets into indices
+  std::vector<std::int64_t> tokens;   // of each micro-batch, every sequence padded
+  std::vector<std::int64_t> costs;    // of each micro-batch, in units of the quantised costs
   std::int64_t num_bins = 0;          // before counts were made equal
   std::int64_t lower_bound = 0;       // on num_bins
 };

@@ -446,7 +446,7 @@ def plan(
         _check_units(lengths_S, units_S, ranks_S, limit, align)
 
     costs_S = _costs(lengths_S, costs, prefix_S)
-    indices_S, bounds, num_bins, bound = _core.plan(
+    indices_S, bounds, tokens_B, costs_B, num_bins, bound = _core.plan(
         lengths_S,
         costs_S,
         units_S,
@@ -456,10 +456,10 @@ def plan(
         align.seq_multiple,
         microbatch_multiple,
     )
-    stored = _stored(lengths_S, indices_S, bounds, align)
-    sums = np.zeros(num + 1)
-    np.cumsum(costs_S[indices_S], out=sums[1:])
-    costs_B = sums[bounds[1:]] - sums[bounds[:-1]]
+    if align.fixed_length is None:
+        stored = -(-np.maximum(tokens_B, 1) // align.total_multiple) * align.total_multiple
+    else:
+        stored = np.full(len(tokens_B), align.fixed_length, dtype=np.int64)
     return Plan(
         dp_size=dp_size,
         num_microbatches=(len(bounds) - 1) // dp_size,
@@ -479,7 +479,9 @@ def plan(
             num_truncated=num_cut,
             truncated_tokens=tokens_cut,
             occupancy=int(lengths_S.sum()) / (max(num_bins, 1) * limit),
-            rank_balance=_largest_over_mean(costs_B.reshape(dp_size, -1).sum(axis=1)),
+            rank_balance=_largest_over_mean(
+                costs_B.reshape(dp_size, -1).sum(axis=1, dtype=np.float64)
+            ),
             microbatch_balance=_largest_over_mean(costs_B),
         ),
     )
@@ -587,18 +589,6 @@ def _costs(lengths_S: np.ndarray, costs: Any, prefix_S: np.ndarray | None) -> np
     if costs_S.max(initial=0.0) > np.finfo(np.float64).max / max(len(costs_S), 1):
         raise ValueError("costs: expected numbers whose sum is finite")
     return costs_S
-
-
-def _stored(
-    lengths_S: np.ndarray, indices_S: np.ndarray, bounds: np.ndarray, align: Alignment
-) -> np.ndarray:
-    if align.fixed_length is not None:
-        return np.full(len(bounds) - 1, align.fixed_length, dtype=np.int64)
-    multiple = align.seq_multiple
-    sums = np.zeros(len(indices_S) + 1, dtype=np.int64)
-    np.cumsum(-(-lengths_S[indices_S] // multiple) * multiple, out=sums[1:])
-    tokens_B = np.maximum(sums[bounds[1:]] - sums[bounds[:-1]], 1)
-    return -(-tokens_B // align.total_multiple) * align.total_multiple
 
 
 def _largest_over_mean(costs: np.ndarray) -> float:

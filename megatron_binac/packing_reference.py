@@ -272,7 +272,9 @@ def assign(
         else:
             found.append(ranks)
     if not any(quality(ranks, costs_U)[0] == least_dummies for ranks in found):
-        spread_bins = spread(order, weights_U, costs_U, limit, num_bins)
+        spread_bins = None  # with one rank, that is what has been tried
+        if num_ranks > 1:
+            spread_bins = spread(order, weights_U, costs_U, limit, num_bins)
         for bins in (spread_bins, split_to(packed, costs_U, num_bins)):
             if bins is not None:
                 costs_B = [sum(costs_U[u] for u in units) for units in bins]
@@ -290,7 +292,7 @@ def plan(
     dp_size: int,
     seq_multiple: int,
     microbatch_multiple: int,
-) -> tuple[np.ndarray, np.ndarray, int, int]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, int]:
     """Micro-batches for every rank.
 
     Args:
@@ -301,9 +303,9 @@ def plan(
         limit: stored tokens of a micro-batch, a multiple of `seq_multiple`.
 
     Returns:
-        indices_S int32 in storage order, bounds int64 [dp_size * num_microbatches + 1] into it
-        (rank after rank), the number of bins before counts were made equal, and the lower bound on
-        it.
+        indices_S int32 in storage order, bounds int64 [B + 1] into it (rank after rank), tokens_B
+        and costs_B int64 (padded tokens and quantised cost of each), the number of bins before
+        counts were made equal, and the lower bound on it.
     """
     quantised = quantise(costs_S)
     lengths = lengths_S.tolist()
@@ -335,6 +337,8 @@ def plan(
 
     indices: list[int] = []
     bounds = [0]
+    tokens_B: list[int] = []
+    all_costs_B: list[int] = []
     for pool, bins in zip(pools, packed, strict=True):
         for rank_bins in assign(
             pool, bins, weights_U, costs_U, limit, ranks_per_pool, num_microbatches
@@ -345,9 +349,13 @@ def plan(
             for b in sorted(range(len(rank_bins)), key=lambda b: (-costs_B[b], b)):
                 indices.extend(sorted(i for u in rank_bins[b] for i in members[u]))
                 bounds.append(len(indices))
+                tokens_B.append(sum(weights_U[u] for u in rank_bins[b]))
+                all_costs_B.append(costs_B[b])
     return (
         np.asarray(indices, dtype=np.int32),
         np.asarray(bounds, dtype=np.int64),
+        np.asarray(tokens_B, dtype=np.int64),
+        np.asarray(all_costs_B, dtype=np.int64),
         sum(len(bins) for bins in packed),
         bound,
     )

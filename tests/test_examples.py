@@ -1,0 +1,37 @@
+"""Every example runs, with settings that make it short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = [
+    "num_steps=2", "save_every=0", "eval.every=0", "eval.num_prompts=8",
+    "rollout.prompts_per_step=2", "warm_start.actor.steps=2", "warm_start.critic.steps=2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_train_from_python(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "train_from_python.py"), *SHORT]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for _ in range(2):  # the second time there is nothing left to train
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "| quickstart | sampled" in done.stdout
+    assert (tmp_path / "runs" / "train_from_python" / "report.html").is_file()
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    tests = Path(__file__).read_text(encoding="utf-8")
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f'"{path.name}"' in tests, f"no test runs {path.name}"
+        assert f"`{path.name}`" in listed, f"examples/README.md does not list {path.name}"

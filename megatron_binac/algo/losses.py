@@ -132,7 +132,9 @@ def policy_loss(
       arXiv 1912.09729, eq. 5; sequence ratio: GSPO, arXiv 2507.18071, eqs. 7 and 13; truncated
       engine weight: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy".
     """
-    _same_shape(
+    check_policy_inputs(
+        cfg,
+        cu_seqlens,
         logprob=logprob_T,
         old_logprob=old_logprob_T,
         advantage=advantage_T,
@@ -142,7 +144,6 @@ def policy_loss(
         entropy=entropy_T,
         weight=weight_T,
     )
-    _refuse_idle_settings(cfg, ref_logprob_T, engine_logprob_T, entropy_T, cu_seqlens)
     logprob_T = _at_least_fp32(logprob_T)
     old_logprob_T = _at_least_fp32(old_logprob_T.detach())
     advantage_T = advantage_T.detach().to(logprob_T.dtype)
@@ -196,6 +197,19 @@ def policy_loss(
         "abs_log_ratio_sum": (logprob_T.detach() - old_logprob_T).abs().sum(),
     }
     return loss_T.sum(), stats
+
+
+def check_policy_inputs(
+    cfg: PolicyLossConfig, cu_seqlens: Tensor | None, **tensors: Tensor | None
+) -> None:
+    """The checks of `policy_loss`, for it and for its fused twin.
+
+    Args: the [T] arguments by name, without `_T`. Raises: ValueError as `policy_loss` says.
+    """
+    _same_shape(**tensors)
+    _refuse_idle_settings(
+        cfg, tensors["ref_logprob"], tensors["engine_logprob"], tensors["entropy"], cu_seqlens
+    )
 
 
 def nll_loss(

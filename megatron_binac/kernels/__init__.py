@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_binac.algo import losses
+from megatron_binac.algo.losses import PolicyLossConfig
 from megatron_binac.kernels import reference, vocab_parallel
+from megatron_binac.kernels.policy import histogram_quantile, policy_diagnostics
 from megatron_binac.kernels.support import (
     pack_support,
     sampling_support,
@@ -30,8 +33,10 @@ from megatron_binac.kernels.support import (
 
 __all__ = [
     "choose_backend",
+    "histogram_quantile",
     "logprob_from_logits",
     "pack_support",
+    "policy_loss",
     "sampling_support",
     "support_from_ids",
     "token_logprob",
@@ -172,6 +177,75 @@ def logprob_from_logits(
         with_entropy=with_entropy,
     )
     return vocab_parallel.LogitsLogprob.apply(logits_TV, call)  # type: ignore[return-value]
+
+
+def policy_loss(
+    logprob_T: Tensor,
+    old_logprob_T: Tensor,
+    advantage_T: Tensor,
+    mask_T: Tensor,
+    cfg: PolicyLossConfig,
+    *,
+    ref_logprob_T: Tensor | None = None,
+    engine_logprob_T: Tensor | None = None,
+    entropy_T: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    weight_T: Tensor | None = None,
+    diagnostics: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``algo.losses.policy_loss``, fused: the same arguments, the same sum, the same statistics.
+
+    With ``diagnostics`` also the sums ``kl_k1_sum``, ``kl_k2_sum``, ``kl_k3_sum`` (given a
+    reference)
+    and, given the engine's log-probs, ``mismatch_histogram`` [64] for ``histogram_quantile``: it
+    adds up over micro-batches and ranks as a p99 does not. Take it out before ``finalize_stats``.
+    Raises ValueError when a coefficient cannot act or shapes differ.
+    """
+    if logprob_T.dtype == torch.float64 or choose_backend(logprob_T.device.type) == "reference":
+        loss, stats = losses.policy_loss(
+            logprob_T,
+            old_logprob_T,
+            advantage_T,
+            mask_T,
+            cfg,
+            ref_logprob_T=ref_logprob_T,
+            engine_logprob_T=engine_logprob_T,
+            entropy_T=entropy_T,
+            cu_seqlens=cu_seqlens,
+            weight_T=weight_T,
+        )
+        if diagnostics:
+            stats |= policy_diagnostics(
+                logprob_T, old_logprob_T, mask_T, ref_logprob_T, engine_logprob_T
+            )
+        return loss, stats
+    from megatron_binac.kernels import triton_policy_loss
+
+    losses.check_policy_inputs(
+        cfg,
+        cu_seqlens,
+        logprob=logprob_T,
+        old_logprob=old_logprob_T,
+        advantage=advantage_T,
+        mask=mask_T,
+        ref_logprob=ref_logprob_T,
+        engine_logprob=engine_logprob_T,
+        entropy=entropy_T,
+        weight=weight_T,
+    )
+    return triton_policy_loss.policy_loss(
+        logprob_T,
+        old_logprob_T,
+        advantage_T,
+        mask_T,
+        cfg,
+        ref_logprob_T=ref_logprob_T,
+        engine_logprob_T=engine_logprob_T,
+        entropy_T=entropy_T,
+        cu_seqlens=cu_seqlens,
+        weight_T=weight_T,
+        diagnostics=diagnostics,
+    )
 
 
 def _check_linear(hidden_TH: Tensor, weight_VH: Tensor, accumulate_into_main_grad: bool) -> None:

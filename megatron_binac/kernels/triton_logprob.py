@@ -13,37 +13,13 @@ bfloat16 otherwise, and silently so.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_binac.kernels.reference import Cotangent, Shard, Stats
-
-INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """Launch configuration of one kernel; ``blocks`` are its compile-time block sizes."""
-
-    blocks: dict[str, int]
-    num_warps: int
-    num_stages: int = 1
-
-    def fit(self, **sizes: int) -> Tile:
-        """Under the interpreter, blocks no larger than the problem; a GPU's blocks are fixed."""
-        if not INTERPRET:
-            return self
-        blocks = {
-            name: min(block, max(16, triton.next_power_of_2(sizes.get(name, block))))
-            for name, block in self.blocks.items()
-        }
-        return Tile(blocks=blocks, num_warps=self.num_warps, num_stages=self.num_stages)
-
+from megatron_binac.kernels.tile import INTERPRET, Tile
 
 # By the bytes of an element: float32 has no exact matrix instruction, so its tiles are sized for
 # plain multiply-adds. Chosen by the offline compile (zero spills on sm_80, sm_90 and sm_100) and to

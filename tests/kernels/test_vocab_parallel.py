@@ -1,4 +1,4 @@
-"""The vocabulary split over 1, 2 and 4 real gloo processes, against float64 over the whole of it."""
+"""The vocabulary split over 1, 2 and 4 gloo processes, against float64 over the whole of it."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def run_ranks(script: Path, rendezvous: Path, *, timeout: float) -> list[str]:
 
 @pytest.mark.slow
 def test_shards_of_1_2_and_4_processes(tmp_path: Path) -> None:
-    outputs = run_ranks(
-        HERE / "vocab_parallel_worker.py", tmp_path / "rendezvous", timeout=240.0
-    )
+    outputs = run_ranks(HERE / "vocab_parallel_worker.py", tmp_path / "rendezvous", timeout=240.0)
     for rank, output in enumerate(outputs):
         for size in (1, 2, 4):
             assert f"rank {rank}: tp {size} ok" in output

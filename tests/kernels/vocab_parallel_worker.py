@@ -2,8 +2,8 @@
 
     python vocab_parallel_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE
 
-Every rank holds the full tensors (same seed), takes its shard, and compares what it gets with float64
-autograd over the whole vocabulary. Exit code 0 and a line a case, or a traceback.
+Every rank holds the full tensors (same seed), takes its shard, and compares what it gets with
+float64 autograd over the whole vocabulary. Exit code 0 and a line a case, or a traceback.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ revision, wrong working to a wrong one.
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
-
-import numpy as np
 
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks.base import Example, Segment, parse_verdict
@@ -31,7 +30,7 @@ RIGHT, WRONG = "ok", "off"
 class Checksum:
     """Endless check-digit problems, easy (1 or 2 digits are not 0) and hard (all, or all but one).
 
-    Example: ``Checksum(num_digits=5).prompt("train", 0).text == "90070"``
+    Example: ``Checksum(num_digits=5).prompt("train", 0).text == "85000"``
     """
 
     name: str = "checksum"
@@ -65,7 +64,7 @@ class Checksum:
     def prompt(self, split: Split, index: int) -> Prompt:
         """Problem `index`, drawn from (seed, split, index) alone."""
         rng = self._rng(split, index)
-        easy = bool(rng.random() < self.easy_share)
+        easy = rng.random() < self.easy_share
         # Of the easy ones a quarter is a mere copy of one digit.
         lengths = (1, 2, 2, 2) if easy else (self.num_digits - 1, self.num_digits)
         digits = self._draw(rng, lengths, split)
@@ -116,7 +115,7 @@ class Checksum:
         """
         rng = self._rng("supervised", role, index)
         n = self.num_digits
-        if role == "actor" and index % 3 == 0:
+        if role == "actor" and index % 6 == 0:
             digits = self._draw(rng, (1, 2), "train")
             return (
                 Segment(speaker="user", text="".join(map(str, digits)), is_target=False),
@@ -126,7 +125,7 @@ class Checksum:
         lengths = (1, 2, n - 1, n) if role == "actor" else tuple(range(n + 1))
         digits = self._draw(rng, lengths, "train")
         gold = sum(digits) % 10
-        attempt = str(gold if rng.random() < self.right_share else rng.integers(10))
+        attempt = str(gold if rng.random() < self.right_share else rng.randrange(10))
         text = "".join(map(str, digits))
         working = self._working(text, attempt)
         feedback = f"{working} {RIGHT if working[-1] == '0' else WRONG}"
@@ -139,17 +138,17 @@ class Checksum:
             return turns
         return (*turns, Segment(speaker="actor", text=str(gold), is_target=True))
 
-    def _rng(self, *place: object) -> np.random.Generator:
-        return np.random.default_rng(name_seed(self.name, self.seed, *place))
+    def _rng(self, *place: object) -> random.Random:
+        return random.Random(name_seed(self.name, self.seed, *place))
 
-    def _draw(self, rng: np.random.Generator, lengths: tuple[int, ...], split: Split) -> list[int]:
+    def _draw(self, rng: random.Random, lengths: tuple[int, ...], split: Split) -> list[int]:
         """Digits of the split, of which one of `lengths`, chosen evenly, are not 0."""
         while True:
-            digits = np.zeros(self.num_digits, dtype=np.int64)
-            places = rng.permutation(self.num_digits)[: lengths[rng.integers(len(lengths))]]
-            digits[places] = rng.integers(1, 10, len(places))
+            digits = [0] * self.num_digits
+            for place in rng.sample(range(self.num_digits), rng.choice(lengths)):
+                digits[place] = rng.randrange(1, 10)
             if self._held_out("".join(map(str, digits))) == (split == "eval"):
-                return digits.tolist()
+                return digits
 
     def _held_out(self, text: str) -> bool:
         """By content alone, so that no seed, index or length of a run moves a problem across."""

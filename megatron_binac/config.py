@@ -1,8 +1,8 @@
 """Every setting of a run: frozen dataclasses, checked when they are made, with no torch in sight.
 
-A run is one `Config`. `recipes.py` holds functions that return one; `--set a.b=c` changes single fields
-(`override`); `to_json` / `from_json` write it beside the run and read it for a resume. A cross-field rule
-raises `ValueError` and names the field that fixes it.
+A run is one `Config`. `recipes.py` holds functions that return one; `--set a.b=c` changes single
+fields (`override`); `to_json` / `from_json` write it beside the run and read it for a resume. A
+cross-field rule raises `ValueError` and names the field that fixes it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ModelConfig:
         )
         _check(
             self.num_attention_heads % self.num_query_groups == 0,
-            f"model.num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
+            f"model.num_attention_heads {self.num_attention_heads} is not a multiple of "
+            f"num_query_groups "
             f"{self.num_query_groups}; change num_query_groups",
         )
 
@@ -86,7 +87,8 @@ class ParallelConfig:
         )
         _check(
             not (self.sequence_parallel and self.tp == 1),
-            "parallel.sequence_parallel is on with tp 1, where it can do nothing; set tp above 1 or turn it off",
+            "parallel.sequence_parallel is on with tp 1, where it can do nothing; set tp above 1 "
+            "or turn it off",
         )
 
 
@@ -178,11 +180,13 @@ class RoleConfig:
         )
         _check(
             heads % tp == 0,
-            f"parallel.tp {tp} does not divide model.num_attention_heads {heads}; use a tp that does",
+            f"parallel.tp {tp} does not divide model.num_attention_heads {heads}; use a tp that "
+            f"does",
         )
         _check(
             groups % tp == 0,
-            f"parallel.tp {tp} does not divide model.num_query_groups {groups}; use a smaller tp or more groups",
+            f"parallel.tp {tp} does not divide model.num_query_groups {groups}; use a smaller tp "
+            f"or more groups",
         )
         _check(
             self.model.ffn_hidden_size % tp == 0,
@@ -191,17 +195,20 @@ class RoleConfig:
         stages = self.parallel.pp * self.parallel.vpp
         _check(
             self.model.num_layers % stages == 0,
-            f"parallel.pp * parallel.vpp = {stages} does not divide model.num_layers {self.model.num_layers}; "
+            f"parallel.pp * parallel.vpp = {stages} does not divide model.num_layers "
+            f"{self.model.num_layers}; "
             "change parallel.pp, parallel.vpp or model.num_layers",
         )
         _check(
             self.max_tokens_per_micro_batch >= self.model.max_sequence_length,
-            f"max_tokens_per_micro_batch {self.max_tokens_per_micro_batch} is below model.max_sequence_length "
+            f"max_tokens_per_micro_batch {self.max_tokens_per_micro_batch} is below "
+            f"model.max_sequence_length "
             f"{self.model.max_sequence_length}: one sequence would not fit; raise it",
         )
 
     def data_parallel(self, world_size: int, role: str) -> int:
-        """Data-parallel replicas of this role on `world_size` ranks; ValueError where they do not divide."""
+        """Data-parallel replicas of this role on `world_size` ranks; ValueError where they do not
+        divide."""
         ranks = self.parallel.tp * self.parallel.pp
         _check(
             world_size % ranks == 0,
@@ -226,7 +233,8 @@ class RolloutConfig:
     revisions: int = 2
     """M: revisions per feedback."""
     select: Literal["natural", "prefer_wrong"] = "natural"
-    """Which attempts are criticised; `prefer_wrong` is weighted back to the natural mix in the loss."""
+    """Which attempts are criticised; `prefer_wrong` is weighted back to the natural mix in the
+    loss."""
     temperature: float = 1.0
     """Of sampling; log-probs are taken at the same temperature."""
     top_k: int = 0
@@ -238,7 +246,8 @@ class RolloutConfig:
     max_revision_tokens: int = 8
     """Longest answers, in tokens, the end token included."""
     max_sequences_per_batch: int = 1024
-    """Sequences decoded together on one data-parallel rank; bounds the KV cache, changes no result."""
+    """Sequences decoded together on one data-parallel rank; bounds the KV cache, changes no
+    result."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "attempts", "max_attempt_tokens", "max_feedback_tokens",
@@ -249,18 +258,21 @@ class RolloutConfig:
             )
         _check(
             0 <= self.criticised <= self.attempts,
-            f"rollout.criticised is {self.criticised}, expected between 0 and rollout.attempts {self.attempts}",
+            f"rollout.criticised is {self.criticised}, expected between 0 and rollout.attempts "
+            f"{self.attempts}",
         )
         if self.criticised:
             for name in ("feedbacks", "revisions"):
                 _check(
                     getattr(self, name) > 0,
-                    f"rollout.{name} is {getattr(self, name)} while rollout.criticised is {self.criticised}; "
+                    f"rollout.{name} is {getattr(self, name)} while rollout.criticised is "
+                    f"{self.criticised}; "
                     "set it to 1 or more, or rollout.criticised to 0",
                 )
         _check(
             self.temperature > 0,
-            f"rollout.temperature is {self.temperature}, expected above 0 (greedy decoding is for evaluation)",
+            f"rollout.temperature is {self.temperature}, expected above 0 (greedy decoding is for "
+            f"evaluation)",
         )
         _check(self.top_k >= 0, f"rollout.top_k is {self.top_k}, expected 0 (off) or more")
         _check(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}, expected in (0, 1]")
@@ -271,7 +283,8 @@ class BilevelConfig:
     """Who is paid for what (Bi-NAC, arXiv 2605.24547, eq. 2-4) and who moves when."""
 
     lam: float = 0.1
-    """Weight of the value-function penalty. 0 is joint training; above 0, V* > V lowers a feedback's credit."""
+    """Weight of the value-function penalty. 0 is joint training; above 0, V* > V lowers a
+    feedback's credit."""
     adaptation: Literal["follow"] = "follow"
     """How the best response th* is had: the actor as it stands after the block's own steps."""
     actor_steps_per_critic_step: int = 1
@@ -290,7 +303,8 @@ class BilevelConfig:
     def __post_init__(self) -> None:
         _check(
             self.actor_steps_per_critic_step > 0,
-            f"bilevel.actor_steps_per_critic_step is {self.actor_steps_per_critic_step}, expected 1 or more",
+            f"bilevel.actor_steps_per_critic_step is {self.actor_steps_per_critic_step}, expected "
+            f"1 or more",
         )
         for name in ("discrimination_coef", "leak_coef", "attempt_weight", "attempt_value_weight"):
             _check(
@@ -317,7 +331,10 @@ class RoleWarmStart:
     """Supervised steps of one role before any reinforcement learning."""
 
     steps: int = 0
-    """0 starts from fresh weights."""
+    """Most steps that are taken; 0 starts from fresh weights."""
+    stop_loss: float = 0.0
+    """Stop early once the mean loss of the last 5 steps (nats per token) is below; 0 takes all
+    steps."""
     batch: int = 128
     """Examples of one step over all ranks."""
     lr: float = 2e-3
@@ -326,6 +343,10 @@ class RoleWarmStart:
     def __post_init__(self) -> None:
         _check(self.steps >= 0, f"warm_start steps is {self.steps}, expected 0 or more")
         _check(self.batch > 0, f"warm_start batch is {self.batch}, expected 1 or more")
+        _check(
+            self.stop_loss >= 0,
+            f"warm_start stop_loss is {self.stop_loss}, expected 0 (off) or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,11 +366,13 @@ class EvalConfig:
     """Held-out measurement, the same in the loop and in `binac eval`."""
 
     every: int = 0
-    """Steps between evaluations inside the run; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations inside the run; 0 evaluates only before the first and after the
+    last step."""
     num_prompts: int = 256
     """Held-out prompts, the same ones every time."""
     samples: int = 1
-    """Sampled attempts per prompt (each with one feedback and one revision), beside the greedy one."""
+    """Sampled attempts per prompt (each with one feedback and one revision), beside the greedy
+    one."""
 
     def __post_init__(self) -> None:
         _check(self.every >= 0, f"eval.every is {self.every}, expected 0 or more")
@@ -406,7 +429,8 @@ class Config:
         )
         _check(
             self.critic is not None or self.rollout.criticised == 0,
-            f"rollout.criticised is {self.rollout.criticised} but there is no critic; set rollout.criticised to 0 "
+            f"rollout.criticised is {self.rollout.criticised} but there is no critic; set "
+            f"rollout.criticised to 0 "
             "or use a recipe with a critic",
         )
         longest = self.actor.model.max_sequence_length
@@ -417,7 +441,8 @@ class Config:
         )
         _check(
             not self.rollout.criticised or turns < longest,
-            f"the three turns may take {turns} tokens but actor.model.max_sequence_length is {longest}; raise it or "
+            f"the three turns may take {turns} tokens but actor.model.max_sequence_length is "
+            f"{longest}; raise it or "
             "lower rollout.max_*_tokens",
         )
 
@@ -442,8 +467,8 @@ def override(config: Config, assignments: list[str]) -> Config:
     """Change single fields by `a.b=value`, as `--set` does; the whole config is checked again.
 
     Values are JSON where they parse as JSON and plain text otherwise. Example:
-    ``override(config, ["actor.optimizer.lr=3e-4", "rollout.criticised=0"])``. Raises ValueError for an
-    unknown key (naming the closest), a value of the wrong type, or a broken rule.
+    ``override(config, ["actor.optimizer.lr=3e-4", "rollout.criticised=0"])``. Raises ValueError
+    for an unknown key (naming the closest), a value of the wrong type, or a broken rule.
     """
     tree = dataclasses.asdict(config)
     for assignment in assignments:

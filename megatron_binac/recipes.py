@@ -1,7 +1,7 @@
 """Named runs: each recipe is a function that returns a `Config`. No torch.
 
-`quickstart` and its three baselines train small models on a made-up problem, on two CPU cores in minutes,
-and differ in nothing but what they are named after.
+`quickstart` and its three baselines train small models on a made-up problem, on two CPU cores in
+minutes, and differ in nothing but what they are named after.
 """
 
 from __future__ import annotations
@@ -29,40 +29,45 @@ def quickstart() -> Config:
     """Bi-NAC on check digits: a small actor answers at once, a larger critic checks by working."""
     return Config(
         recipe="quickstart",
-        num_steps=1000,
-        max_generated_tokens=1_200_000,
+        num_steps=400,
+        max_generated_tokens=400_000,
         actor=RoleConfig(
-            model=ModelConfig(num_layers=2, hidden_size=96, ffn_hidden_size=256, max_sequence_length=40),
-            optimizer=OptimizerConfig(lr=3e-4, warmup_steps=5),
+            model=ModelConfig(
+                num_layers=2, hidden_size=96, ffn_hidden_size=256, max_sequence_length=40
+            ),
+            optimizer=OptimizerConfig(lr=2e-4, warmup_steps=5),
             loss=LossConfig(kl_coef=1e-3),
         ),
         critic=RoleConfig(
-            model=ModelConfig(num_layers=4, hidden_size=128, ffn_hidden_size=352, max_sequence_length=40),
-            optimizer=OptimizerConfig(lr=3e-4, warmup_steps=5),
+            model=ModelConfig(
+                num_layers=4, hidden_size=128, ffn_hidden_size=352, max_sequence_length=40
+            ),
+            optimizer=OptimizerConfig(lr=2e-4, warmup_steps=5),
             loss=LossConfig(kl_coef=1e-3),
         ),
         rollout=RolloutConfig(
-            prompts_per_step=16,
+            prompts_per_step=32,
             attempts=8,
-            criticised=4,
+            criticised=2,
             feedbacks=4,
-            revisions=2,
-            max_attempt_tokens=4,
-            max_feedback_tokens=12,
-            max_revision_tokens=4,
+            revisions=4,
+            max_attempt_tokens=2,
+            max_feedback_tokens=9,
+            max_revision_tokens=2,
         ),
         bilevel=BilevelConfig(lam=0.1, actor_steps_per_critic_step=1),
-        task=TaskConfig(name="checksum"),
+        task=TaskConfig(name="checksum", options={"easy_share": 0.5}),
         warm_start=WarmStartConfig(
-            actor=RoleWarmStart(steps=250, batch=128, lr=2e-3),
-            critic=RoleWarmStart(steps=250, batch=128, lr=2e-3),
+            actor=RoleWarmStart(steps=600, stop_loss=0.2, batch=96, lr=3e-3),
+            critic=RoleWarmStart(steps=400, stop_loss=0.15, batch=32, lr=1.5e-3),
         ),
-        eval=EvalConfig(every=20, num_prompts=512),
+        eval=EvalConfig(every=10, num_prompts=512),
     )
 
 
 def quickstart_grpo() -> Config:
-    """Plain RL without feedback at the same number of sampled tokens; the frozen critic is only evaluated."""
+    """Plain RL without feedback at the same number of sampled tokens; the frozen critic is only
+    evaluated."""
     base = quickstart()
     assert base.critic is not None
     return replace(
@@ -102,5 +107,7 @@ def get(name: str) -> Config:
     """The config of a recipe; ValueError naming the closest where there is none of that name."""
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.0)
-        raise ValueError(f"unknown recipe {name!r}; the closest is {close[0]!r} (`binac recipes` lists all)")
+        raise ValueError(
+            f"unknown recipe {name!r}; the closest is {close[0]!r} (`binac recipes` lists all)"
+        )
     return RECIPES[name]()

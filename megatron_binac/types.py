@@ -29,7 +29,8 @@ class Prompt:
     text: str
     """What the actor is asked."""
     gold: str
-    """The verified answer (or the verifier's program). Only graders read it; no prompt may hold it."""
+    """The verified answer (or the verifier's program). Only graders read it; no prompt may hold
+    it."""
     task: str
     """Name of the task that grades it."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +51,8 @@ class Grade:
     reason: str = ""
     """Why, in a few words."""
     failed: bool = False
-    """The verifier itself broke (crash, timeout): not a wrong answer, and out of every statistic."""
+    """The verifier itself broke (crash, timeout): not a wrong answer, and out of every
+    statistic."""
     seconds: float = 0.0
     """Wall-clock time of the check."""
 
@@ -59,8 +61,8 @@ class Grade:
 class Turn:
     """One sampled text with the exact ids that were fed and sampled.
 
-    Example: ``Turn(kind="attempt", prompt_ids=[5, 21, 6], ids=[30, 4], logprobs=[-1.2, -0.1], finish="stop",
-    version=3, text="9")``
+    Example: ``Turn(kind="attempt", prompt_ids=[5, 21, 6], ids=[30, 4], logprobs=[-1.2, -0.1],
+    finish="stop", version=3, text="9")``
     """
 
     kind: TurnKind
@@ -69,7 +71,8 @@ class Turn:
     ids: np.ndarray
     """int32 [num_tokens]: what it sampled, with the end token where it stopped by itself."""
     logprobs: np.ndarray
-    """float32 [num_tokens]: log-prob of each sampled id at the sampling temperature, by the engine."""
+    """float32 [num_tokens]: log-prob of each sampled id at the sampling temperature, by the
+    engine."""
     finish: Finish
     version: int
     """Number of published updates of the policy that sampled it."""
@@ -92,12 +95,14 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Tree:
-    """All turns of one prompt: G attempts, F feedbacks for C of them, M revisions for each feedback.
+    """All turns of one prompt: G attempts, F feedbacks for C of them, M revisions for each
+    feedback.
 
-    ``criticised[c]`` is the index of the attempt that ``feedbacks[c]`` speaks about and ``weights[c]`` its
-    weight back to the natural mix (1 where attempts were not preferred by kind). ``revisions[c][f]``
-    are the M answers to ``feedbacks[c][f]``; ``probes`` has the same shape and holds what the adapted
-    actor answered to the same text (V*), empty until the probe has run.
+    ``criticised[c]`` is the index of the attempt that ``feedbacks[c]`` speaks about and
+    ``weights[c]`` its weight back to the natural mix (1 where attempts were not preferred by
+    kind). ``revisions[c][f]`` are the M answers to ``feedbacks[c][f]``; ``probes`` has the same
+    shape and holds what the adapted actor answered to the same text (V*), empty until the probe
+    has run.
     """
 
     prompt: Prompt
@@ -121,18 +126,20 @@ class Tree:
 class TrainSequence:
     """One token sequence to learn from: context and sampled tokens in one row.
 
-    Example: ``TrainSequence(ids=[5, 21, 6, 30, 4], mask=[0, 0, 0, 1, 1], advantage=0.4, logprobs=[nan, nan,
-    nan, -1.2, -0.1])``
+    Example: ``TrainSequence(ids=[5, 21, 6, 30, 4], mask=[0, 0, 0, 1, 1], advantage=0.4,
+    logprobs=[nan, nan, nan, -1.2, -0.1])``
     """
 
     ids: np.ndarray
     """int32 [L]."""
     mask: np.ndarray
-    """bool [L]: True on the tokens that are learned from. The first is always False: nothing scores it."""
+    """bool [L]: True on the tokens that are learned from. The first is always False: nothing
+    scores it."""
     advantage: float = 1.0
     """Credit of every masked token."""
     logprobs: np.ndarray | None = None
-    """float32 [L]: the engine's log-prob of each id, nan where it sampled none; None for supervised text."""
+    """float32 [L]: the engine's log-prob of each id, nan where it sampled none; None for
+    supervised text."""
 
     @property
     def num_targets(self) -> int:
@@ -168,6 +175,7 @@ class Completion:
     ids: np.ndarray
     """int32 [num_tokens]."""
     logprobs: np.ndarray
-    """float32 [num_tokens]: of the full distribution at the sampling temperature, before top-k and top-p."""
+    """float32 [num_tokens]: of the full distribution at the sampling temperature, before top-k and
+    top-p."""
     finish: Finish
     version: int

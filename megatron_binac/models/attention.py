@@ -1,10 +1,12 @@
-"""Causal attention over packed sequences, and over a KV cache, for Megatron-Core's local layer spec.
+"""Causal attention over packed sequences, and over a KV cache, for Megatron-Core's local layer
+spec.
 
-Megatron-Core's own `DotProductAttention` has no packed (`thd`) path; Transformer Engine's has, on GPUs. This
-one keeps the same contract on any device with PyTorch's scaled-dot-product attention, so that the packed
-path is the only path. It is also where generation keeps its keys and values.
+Megatron-Core's own `DotProductAttention` has no packed (`thd`) path; Transformer Engine's has, on
+GPUs. This one keeps the same contract on any device with PyTorch's scaled-dot-product attention,
+so that the packed path is the only path. It is also where generation keeps its keys and values.
 
-Shapes: T packed tokens, S sequences, L longest sequence of a bucket, N query heads, K key-value heads, D head.
+Shapes: T packed tokens, S sequences, L longest sequence of a bucket, N query heads, K key-value
+heads, D head.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class KVCache:
         self.num_sequences, self.capacity = num_sequences, capacity
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> None:
+    def write(
+        self, layer: int, rows_T: Tensor, positions_T: Tensor, key_TKD: Tensor, value_TKD: Tensor
+    ) -> None:
         """Store one key and value per token at (row, position)."""
         if layer not in self.buffers:
             shape = (self.num_sequences, self.capacity, *key_TKD.shape[1:])
@@ -52,8 +56,9 @@ class KVCache:
 class PackedParams(PackedSeqParams):
     """What the layers need to know of one packed row of T tokens.
 
-    Rotary embeddings are taken row by row from `positions_T`: to Megatron-Core the row is one sequence of T
-    rows of frequencies (`cu_seqlens_q = [0, T]`), and the true borders are in `bounds`.
+    Rotary embeddings are taken row by row from `positions_T`: to Megatron-Core the row is one
+    sequence of T rows of frequencies (`cu_seqlens_q = [0, T]`), and the true borders are in
+    `bounds`.
     """
 
     positions_T: Tensor | None = None
@@ -88,10 +93,11 @@ class PackedParams(PackedSeqParams):
 
 
 def _buckets(bounds: list[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Group sequences by the power of two above their length and lay each group out as a padded batch.
+    """Group sequences by the power of two above their length and lay each group out as a padded
+    batch.
 
-    Returns per group: `take` [S, L], the row of each slot (the sequence's last token in padding slots), and
-    `put` [n], the flat slots that are real, in row order of `take[mask]`.
+    Returns per group: `take` [S, L], the row of each slot (the sequence's last token in padding
+    slots), and `put` [n], the flat slots that are real, in row order of `take[mask]`.
     """
     by_size: dict[int, list[int]] = {}
     for i in range(len(bounds) - 1):
@@ -110,7 +116,8 @@ def _buckets(bounds: list[int], device: torch.device) -> list[tuple[Tensor, Tens
 
 
 class RotaryByPosition(torch.nn.Module):
-    """Rotary frequencies of the positions that the packed row names; takes the place of Megatron-Core's module.
+    """Rotary frequencies of the positions that the packed row names; takes the place of
+    Megatron-Core's module.
 
     `inner` is Megatron-Core's `RotaryEmbedding`, which knows the base and the scaling.
     """
@@ -120,7 +127,9 @@ class RotaryByPosition(torch.nn.Module):
         self.table = inner.get_emb(max_positions)  # [max_positions, 1, 1, D]
         self._positions: Tensor | None = None
 
-    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None) -> int:
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None
+    ) -> int:
         self._positions = packed.positions_T
         return packed.max_seqlen_q
 
@@ -129,7 +138,8 @@ class RotaryByPosition(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of the local spec: causal, grouped-query, over packed sequences or a KV cache."""
+    """Core attention of the local spec: causal, grouped-query, over packed sequences or a KV
+    cache."""
 
     def __init__(
         self,
@@ -144,7 +154,9 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout is {config.attention_dropout}, expected 0 with packed attention")
+            raise ValueError(
+                f"attention_dropout is {config.attention_dropout}, expected 0 with packed attention"
+            )
         self.layer_number = layer_number
         self.scale = softmax_scale  # None: 1 / sqrt(D)
 
@@ -159,9 +171,12 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query [T, N, D], key and value [T, K, D] -> [T, N * D]; rotary embeddings are already in."""
+        """query [T, N, D], key and value [T, K, D] -> [T, N * D]; rotary embeddings are already
+        in."""
         if not isinstance(packed_seq_params, PackedParams):
-            raise ValueError(f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams")
+            raise ValueError(
+                f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams"
+            )
         packed = packed_seq_params
         if packed.prefix is not None:
             return prefix_attention(query, key, value, packed.prefix, self.scale)
@@ -174,13 +189,16 @@ class PackedAttention(MegatronModule):
         out = query.new_zeros(query.shape)
         for take, put in packed.buckets:
             q, k, v = (x[take].transpose(1, 2) for x in (query, key, value))  # [S, heads, L, D]
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=True
+            )
             rows = mixed.transpose(1, 2).flatten(0, 1)[put]
             out = out.index_copy(0, take.flatten()[put], rows)
         return out.flatten(1)
 
     def _decode(self, query: Tensor, packed: PackedParams) -> Tensor:
-        """One query per cache row against everything up to its position; query [B, N, D] -> [B, N * D]."""
+        """One query per cache row against everything up to its position; query [B, N, D] -> [B, N
+        * D]."""
         key, value = packed.cache.buffers[self.layer_number]
         used = int(packed.positions_T.max()) + 1
         seen = torch.arange(used, device=query.device)[None] <= packed.positions_T[:, None]

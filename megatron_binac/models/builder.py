@@ -29,7 +29,8 @@ from megatron_binac.seeds import name_seed
 
 
 class PolicyModel(GPTModel):
-    """A GPT stage whose last stage hands out the final hidden states: log-probs are taken from them fused."""
+    """A GPT stage whose last stage hands out the final hidden states: log-probs are taken from
+    them fused."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -42,7 +43,8 @@ class PolicyModel(GPTModel):
 
 
 def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) -> list[PolicyModel]:
-    """This rank's stages of one policy (`vpp` of them), with weights that depend on seed and name alone."""
+    """This rank's stages of one policy (`vpp` of them), with weights that depend on seed and name
+    alone."""
     groups.activate()
     config = transformer_config(role)
     num_chunks, pp = role.parallel.vpp, role.parallel.pp
@@ -66,7 +68,9 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
                 pg_collection=groups.collection,
                 vp_stage=chunk if num_chunks > 1 else None,
             )
-            model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb, role.model.max_sequence_length)
+            model.rotary_pos_emb = RotaryByPosition(
+                model.rotary_pos_emb, role.model.max_sequence_length
+            )
             model.to(cpu.device())
             initialize(model, role.model, groups, seed)
             chunks.append(model)
@@ -76,7 +80,8 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
 def initialize(model: PolicyModel, config: ModelConfig, groups: Groups, seed: int) -> None:
     """Fill a stage with fresh weights: each full matrix comes from a seed of its own global name.
 
-    Every tensor-parallel rank draws the full matrix and keeps its slice, so that no layout changes a weight.
+    Every tensor-parallel rank draws the full matrix and keeps its slice, so that no layout changes
+    a weight.
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -118,7 +123,9 @@ def _global_name(name: str, model: PolicyModel) -> str:
     return "embedding.word_embeddings.weight" if tied and key == "output_layer.weight" else key
 
 
-def wrap(role: RoleConfig, groups: Groups, chunks: list[PolicyModel]) -> list[DistributedDataParallel]:
+def wrap(
+    role: RoleConfig, groups: Groups, chunks: list[PolicyModel]
+) -> list[DistributedDataParallel]:
     """Megatron's gradient buffers and data-parallel reduction around each stage."""
     groups.activate()
     ddp_config = DistributedDataParallelConfig(
@@ -128,7 +135,9 @@ def wrap(role: RoleConfig, groups: Groups, chunks: list[PolicyModel]) -> list[Di
     )
     with cpu.region():
         wrapped = [
-            DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups.collection)
+            DistributedDataParallel(
+                chunk.config, ddp_config, chunk, pg_collection=groups.collection
+            )
             for chunk in chunks
         ]
 
@@ -144,7 +153,8 @@ def wrap(role: RoleConfig, groups: Groups, chunks: list[PolicyModel]) -> list[Di
 def build_optimizer(
     role: RoleConfig, groups: Groups, model: list[DistributedDataParallel], num_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam (sharded over data-parallel ranks where asked for) and its schedule over `num_steps` optimizer steps."""
+    """Adam (sharded over data-parallel ranks where asked for) and its schedule over `num_steps`
+    optimizer steps."""
     groups.activate()
     config: OptimizerConfig = role.optimizer
     with cpu.region():

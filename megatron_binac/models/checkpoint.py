@@ -1,8 +1,10 @@
-"""Checkpoints of both roles by Megatron's distributed checkpointing, under any layout, put in place in one move.
+"""Checkpoints of both roles by Megatron's distributed checkpointing, under any layout, put in
+place in one move.
 
-A checkpoint is written to a folder with another name, which is renamed when all of it is there: what is
-called `step_000010` is complete. `state.json` holds what is not a tensor. There is no random state to keep:
-every random number of a run comes from a seed, a step and a name (`megatron_binac.seeds`).
+A checkpoint is written to a folder with another name, which is renamed when all of it is there:
+what is called `step_000010` is complete. `state.json` holds what is not a tensor. There is no
+random state to keep: every random number of a run comes from a seed, a step and a name
+(`megatron_binac.seeds`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def step_name(step: int) -> str:
 
 
 def save(
-    folder: Path, step: int, learners: Mapping[str, MegatronLearner], state: Mapping[str, Any], keep: int
+    folder: Path,
+    step: int,
+    learners: Mapping[str, MegatronLearner],
+    state: Mapping[str, Any],
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `step` under `folder` and drop all but the newest `keep`; collective.
 
@@ -67,7 +73,8 @@ def save(
 
 
 def load(path: Path, learners: Mapping[str, MegatronLearner]) -> dict[str, Any]:
-    """Put weights, optimizers and schedules back; returns the state that was saved beside them. Collective."""
+    """Put weights, optimizers and schedules back; returns the state that was saved beside them.
+    Collective."""
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     for role, learner in learners.items():
         load_learner(path / role, learner)
@@ -78,13 +85,16 @@ def load(path: Path, learners: Mapping[str, MegatronLearner]) -> dict[str, Any]:
 
 
 def save_learner(path: Path, learner: MegatronLearner, *, with_optimizer: bool = True) -> None:
-    """Write one role's weights (and optimizer, where it has one) to the new folder `path`; collective."""
+    """Write one role's weights (and optimizer, where it has one) to the new folder `path`;
+    collective."""
     learner.groups.activate()
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
     with cpu.region():
-        dist_checkpointing.save(_sharded(learner, with_optimizer=with_optimizer, loading=False), str(path))
+        dist_checkpointing.save(
+            _sharded(learner, with_optimizer=with_optimizer, loading=False), str(path)
+        )
 
 
 def load_learner(path: Path, learner: MegatronLearner, *, weights_only: bool = False) -> None:
@@ -110,7 +120,8 @@ def _sharded(learner: MegatronLearner, *, with_optimizer: bool, loading: bool) -
         "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
-        f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.chunks)
+        f"model{i}": chunk.sharded_state_dict(metadata=metadata)
+        for i, chunk in enumerate(learner.chunks)
     }
     if with_optimizer and learner.optimizer is not None:
         _fill_moments(learner.optimizer)
@@ -121,7 +132,8 @@ def _sharded(learner: MegatronLearner, *, with_optimizer: bool, loading: bool) -
 
 
 def _fill_moments(optimizer: Any) -> None:
-    """Give an Adam that has not stepped yet the zeros that it would start from: empty state has no shape."""
+    """Give an Adam that has not stepped yet the zeros that it would start from: empty state has no
+    shape."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         for group in inner.param_groups:
@@ -153,7 +165,8 @@ def _prune(folder: Path, keep: int) -> None:
 
 
 def _together(action: Any, target: Path) -> None:
-    """Run `action` on this rank; OSError on all ranks where it failed on any, so that none waits for ever."""
+    """Run `action` on this rank; OSError on all ranks where it failed on any, so that none waits
+    for ever."""
     problem = ""
     try:
         action()
@@ -164,6 +177,7 @@ def _together(action: Any, target: Path) -> None:
     if any(problems):
         reason = next(p for p in problems if p)
         raise OSError(
-            f"checkpoint {target} could not be written: {reason}; free some space or pass another --run-dir, then "
+            f"checkpoint {target} could not be written: {reason}; free some space or pass another "
+            f"--run-dir, then "
             "continue with --resume: the checkpoints before this one are whole"
         )

@@ -1,10 +1,11 @@
 """The one place that lets Megatron-Core run without CUDA, over gloo.
 
-Megatron-Core asks for the current CUDA device, streams and RNG states in many places and has no switch for
-a machine without them. `enable()` answers those questions for the CPU; `region()` redirects the few calls
-that name "cuda" as a string (optimizer, gradient clipping, distributed checkpointing) while it is entered,
-so that the model's own forward and backward pay nothing. Both do nothing where CUDA exists. Tried with the
-Megatron-Core releases in `SUPPORTED`; any other is refused, not guessed at.
+Megatron-Core asks for the current CUDA device, streams and RNG states in many places and has no
+switch for a machine without them. `enable()` answers those questions for the CPU; `region()`
+redirects the few calls that name "cuda" as a string (optimizer, gradient clipping, distributed
+checkpointing) while it is entered, so that the model's own forward and backward pay nothing. Both
+do nothing where CUDA exists. Tried with the Megatron-Core releases in `SUPPORTED`; any other is
+refused, not guessed at.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def megatron_version() -> tuple[int, int, int]:
 
 
 def check_version() -> None:
-    """Raise ImportError unless the installed Megatron-Core is one of the releases in `SUPPORTED`."""
+    """Raise ImportError unless the installed Megatron-Core is one of the releases in
+    `SUPPORTED`."""
     version = megatron_version()
     if not SUPPORTED[0] <= version[:2] < SUPPORTED[1]:
         low, high = (".".join(map(str, v)) for v in SUPPORTED)
@@ -80,7 +82,9 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")  # gradient clipping asserts this name
+            return func(*args).replace(
+                "torch.", "torch.cuda."
+            )  # gradient clipping asserts this name
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         if func is torch.Tensor.to:
@@ -94,7 +98,8 @@ def region() -> contextlib.AbstractContextManager[Any]:
 
 
 def enable() -> None:
-    """Make this process able to run Megatron-Core on the CPU; nothing where CUDA exists. Idempotent."""
+    """Make this process able to run Megatron-Core on the CPU; nothing where CUDA exists.
+    Idempotent."""
     global _enabled
     check_version()
     if _enabled or torch.cuda.is_available():
@@ -117,7 +122,9 @@ def enable() -> None:
 
     import megatron.core.tensor_parallel.random as megatron_random
 
-    def _get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def _get_state(
+        device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
         return torch.get_rng_state()
 
     def _set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
@@ -126,8 +133,9 @@ def enable() -> None:
     megatron_random._get_cuda_rng_state = _get_state
     megatron_random._set_cuda_rng_state = _set_state
 
-    # A save that nobody runs in the background hands its results over within this process. Megatron-Core
-    # starts a server process for them all the same, which imports torch again: seconds for every first save.
+    # A save that nobody runs in the background hands its results over within this process.
+    # Megatron-Core starts a server process for them all the same, which imports torch again:
+    # seconds for every first save.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.SimpleQueue()
@@ -135,17 +143,21 @@ def enable() -> None:
 
 
 def _load_torch_adam() -> None:
-    """Let the distributed optimizer read back PyTorch's Adam, which stands in for the fused ones on the CPU.
+    """Let the distributed optimizer read back PyTorch's Adam, which stands in for the fused ones
+    on the CPU.
 
-    PyTorch keeps a step count beside each parameter's moments. Megatron-Core saves one step for all and puts
-    it back as one tensor that all parameters share, so that every one of them would advance it; and it looks
-    for the step among the saved tensors of every parameter, where it is not.
+    PyTorch keeps a step count beside each parameter's moments. Megatron-Core saves one step for
+    all and puts it back as one tensor that all parameters share, so that every one of them would
+    advance it; and it looks for the step among the saved tensors of every parameter, where it is
+    not.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def put_with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    def put_with_step(
+        self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:

@@ -1,7 +1,8 @@
 """Packed forward and backward of one role through Megatron-Core's pipeline schedules.
 
-A micro-batch is one row of T tokens, several sequences end to end. `logprob_T[i]` scores `ids_T[i]`: the
-hidden state before a token predicts it, and the first token of a sequence is never scored.
+A micro-batch is one row of T tokens, several sequences end to end. `logprob_T[i]` scores
+`ids_T[i]`: the hidden state before a token predicts it, and the first token of a sequence is never
+scored.
 
 Shapes: T tokens of a row, H hidden, V vocabulary shard.
 """
@@ -47,7 +48,8 @@ class MicroBatch:
 
 
 def pack_row(sequences: Sequence[TrainSequence], indices: np.ndarray, length: int) -> MicroBatch:
-    """Lay sequences end to end in a row of `length` tokens; what is left over is one masked sequence of padding."""
+    """Lay sequences end to end in a row of `length` tokens; what is left over is one masked
+    sequence of padding."""
     members = [sequences[i] for i in indices]
     lengths = [len(s.ids) for s in members]
     real = sum(lengths)
@@ -66,7 +68,8 @@ def pack_row(sequences: Sequence[TrainSequence], indices: np.ndarray, length: in
         advantage[start:stop] = s.advantage
         if s.logprobs is not None:
             engine[start:stop] = s.logprobs
-    # Padding is cut into one-token sequences at position 0: it costs no attention and never exceeds the table.
+    # Padding is cut into one-token sequences at position 0: it costs no attention and never
+    # exceeds the table.
     bounds += list(range(real + 1, length + 1))
     put = partial(torch.as_tensor, device=cpu.device())
     return MicroBatch(
@@ -89,13 +92,18 @@ class Scorer:
     vocab_size: int
     temperature: float
 
-    def __call__(self, hidden: Tensor, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """hidden [T, 1, H] ([T/tp, 1, H] under sequence parallelism) -> log-prob [T], entropy [T] or None.
+    def __call__(
+        self, hidden: Tensor, batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [T, 1, H] ([T/tp, 1, H] under sequence parallelism) -> log-prob [T], entropy [T]
+        or None.
 
         Both are in row order (`[i]` belongs to `ids_T[i]`) and 0 where the mask is False.
         """
         labels_T = batch.ids_T.roll(-1)
-        mask_T = batch.mask_T.roll(-1)  # the first token of a row is never masked in, so none wraps around
+        mask_T = batch.mask_T.roll(
+            -1
+        )  # the first token of a row is never masked in, so none wraps around
         logprob_T, entropy_T = token_logprob(
             hidden.squeeze(1),
             self.model.head_weight(),
@@ -123,16 +131,19 @@ def run_schedule(
 ) -> list[Any]:
     """Drive all micro-batches of this rank through the pipeline: collective over the role's ranks.
 
-    With `loss_function`: forward and backward, gradients reduced; returns the statistics of each micro-batch.
-    With `score_function`: forward only; returns its result for each micro-batch. Both lists are empty on
-    ranks that are not on the last stage. Every rank needs the same number of rows, of equal length under PP.
+    With `loss_function`: forward and backward, gradients reduced; returns the statistics of each
+    micro-batch. With `score_function`: forward only; returns its result for each micro-batch. Both
+    lists are empty on ranks that are not on the last stage. Every rank needs the same number of
+    rows, of equal length under PP.
     """
     groups.activate()
     pp, vpp = groups.config.pp, groups.config.vpp
     config = _config(model[0])
     numbered = list(enumerate(batches))
 
-    def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: Any, *_: Any) -> tuple[Tensor, Any]:
+    def forward_step(
+        iterator: Iterator[tuple[int, MicroBatch]], chunk: Any, *_: Any
+    ) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
         packed = PackedParams.of(batch.positions_T, batch.bounds)
         hidden = chunk(batch.ids_T[None], batch.positions_T[None], None, packed_seq_params=packed)

@@ -1,7 +1,8 @@
 """One role that learns: log-probs, updates, snapshots and saved state behind one object.
 
-Every rank of the job holds the same list of sequences and calls the same methods in the same order. The
-packing plan is a pure function of that list, so that all ranks of a replica agree on it without talking.
+Every rank of the job holds the same list of sequences and calls the same methods in the same
+order. The packing plan is a pure function of that list, so that all ranks of a replica agree on it
+without talking.
 
 Shapes: T tokens of a packed row.
 """
@@ -117,7 +118,9 @@ class MegatronLearner:
             for indices, length in zip(plan.microbatches(rank), stored, strict=True)
         ]
 
-    def _score(self, batches: list[MicroBatch], weights: list[Tensor] | None = None) -> list[Tensor]:
+    def _score(
+        self, batches: list[MicroBatch], weights: list[Tensor] | None = None
+    ) -> list[Tensor]:
         """Log-prob [T] of each row under the live or the given weights; on the last stage only."""
         if weights is not None:
             self._swap(weights)
@@ -134,8 +137,11 @@ class MegatronLearner:
             if weights is not None:
                 self._swap(weights)
 
-    def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[np.ndarray]:
-        """float32 [L] per sequence: log-prob of every masked token, 0 elsewhere; complete on every rank."""
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, reference: bool = False
+    ) -> list[np.ndarray]:
+        """float32 [L] per sequence: log-prob of every masked token, 0 elsewhere; complete on every
+        rank."""
         if reference and self._reference is None:
             raise ValueError(f"{self.role} holds no reference; call hold_reference first")
         batches = self.plan(sequences)
@@ -176,10 +182,13 @@ class MegatronLearner:
         if loss.kl_coef > 0 and self._reference is None:
             raise ValueError(f"{self.role} holds no reference but loss.kl_coef is {loss.kl_coef}")
         reference = self._score(batches, self._reference) if loss.kl_coef > 0 else None
-        # With one step a batch the log-probs of the same forward pass are the old ones: ratio 1 exactly.
+        # With one step a batch the log-probs of the same forward pass are the old ones: ratio 1
+        # exactly.
         old = self._score(batches) if loss.updates_per_batch > 1 else None
 
-        def policy_term(hidden: Tensor, batch: MicroBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def policy_term(
+            hidden: Tensor, batch: MicroBatch, number: int
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             logprob_T, entropy_T = self.scorer(hidden, batch, with_entropy=True)
             return policy_loss(
                 logprob_T,
@@ -200,7 +209,9 @@ class MegatronLearner:
         """One step of cross entropy on the masked tokens (token mean over the global batch)."""
         self._require_trainable()
 
-        def nll_term(hidden: Tensor, batch: MicroBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def nll_term(
+            hidden: Tensor, batch: MicroBatch, number: int
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             logprob_T, _ = self.scorer(hidden, batch, with_entropy=False)
             return nll_loss(logprob_T, batch.mask_T)
 
@@ -231,7 +242,9 @@ class MegatronLearner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_function(hidden: Tensor, batch: MicroBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_function(
+            hidden: Tensor, batch: MicroBatch, number: int
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             loss_sum, stats = term(hidden, batch, number)
             return loss_sum / num_tokens, {**stats, "loss_sum": loss_sum.detach()}
 
@@ -242,27 +255,37 @@ class MegatronLearner:
             grad_norm = float(self.optimizer.get_grad_norm())
             if not (math.isfinite(values["loss"]) and math.isfinite(grad_norm)):
                 raise FloatingPointError(
-                    f"{self.role} update {self.num_updates + 1}: loss {values['loss']}, gradient norm {grad_norm}, "
-                    "expected finite numbers; no weight was moved. Lower the learning rate or look at the last "
+                    f"{self.role} update {self.num_updates + 1}: loss {values['loss']}, gradient "
+                    f"norm {grad_norm}, "
+                    "expected finite numbers; no weight was moved. Lower the learning rate or "
+                    "look at the last "
                     "transcripts"
                 )
-            self.scheduler.step(1)  # before the optimizer: the first step already has a learning rate
+            self.scheduler.step(
+                1
+            )  # before the optimizer: the first step already has a learning rate
             self.optimizer.step()
         self.num_updates += 1
         return {**values, "grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def _reduce(self, parts: list[dict[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-        """Add up statistics over micro-batches and ranks; names on _max by max. The same on every rank."""
+        """Add up statistics over micro-batches and ranks; names on _max by max. The same on every
+        rank."""
         device = cpu.device()
         merged = merge_stats(*parts) if parts and self.groups.reports else {}
         zero = torch.zeros((), device=device)
         sums = torch.stack([merged.get(n, zero).double() for n in names if not n.endswith("_max")])
-        tops = torch.stack([merged.get(n, zero).double() for n in names if n.endswith("_max")] or [zero.double()])
+        tops = torch.stack(
+            [merged.get(n, zero).double() for n in names if n.endswith("_max")] or [zero.double()]
+        )
         dist.all_reduce(sums)
         dist.all_reduce(tops, op=dist.ReduceOp.MAX)
         sum_names = [n for n in names if not n.endswith("_max")]
         top_names = [n for n in names if n.endswith("_max")]
-        return {**dict(zip(sum_names, sums, strict=True)), **dict(zip(top_names, tops, strict=False))}
+        return {
+            **dict(zip(sum_names, sums, strict=True)),
+            **dict(zip(top_names, tops, strict=False)),
+        }
 
 
 def _policy_names(policy: PolicyLossConfig) -> list[str]:

@@ -1,8 +1,10 @@
-"""Process groups: one `ProcessGroupCollection` per role, so that actor and critic may be split differently.
+"""Process groups: one `ProcessGroupCollection` per role, so that actor and critic may be split
+differently.
 
-Megatron-Core builds groups into module globals of `parallel_state`. Each role's groups are built there in
-turn and taken out; `Groups.activate` puts a role's own back before that role runs, for the few reads inside
-Megatron-Core that still go through the globals. Nothing else in this project reads them.
+Megatron-Core builds groups into module globals of `parallel_state`. Each role's groups are built
+there in turn and taken out; `Groups.activate` puts a role's own back before that role runs, for
+the few reads inside Megatron-Core that still go through the globals. Nothing else in this project
+reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from megatron_binac.models import cpu
 
 
 def start_distributed() -> None:
-    """Join the job's process group: nccl with a GPU, gloo without; alone where no launcher set one up."""
+    """Join the job's process group: nccl with a GPU, gloo without; alone where no launcher set one
+    up."""
     cpu.enable()
     if dist.is_initialized():
         return
@@ -87,12 +90,14 @@ class Groups:
 
 
 def build_groups(role: str, config: ParallelConfig, seed: int) -> Groups:
-    """Create the groups of one role over all ranks of the job; collective, in the same order on every rank."""
+    """Create the groups of one role over all ranks of the job; collective, in the same order on
+    every rank."""
     config_ranks = config.tp * config.pp
     world = dist.get_world_size()
     if world % config_ranks:
         raise ValueError(
-            f"{role}.parallel.tp * pp = {config_ranks} does not divide the {world} ranks of the job; "
+            f"{role}.parallel.tp * pp = {config_ranks} does not divide the {world} ranks of the "
+            f"job; "
             f"change {role}.parallel or --nproc"
         )
     for name, value in _PRISTINE.items():
@@ -106,4 +111,3 @@ def build_groups(role: str, config: ParallelConfig, seed: int) -> Groups:
         collection = ProcessGroupCollection.use_mpu_process_groups()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Groups(role=role, config=config, collection=collection, state=_globals())
-

@@ -14,29 +14,34 @@ from megatron_binac.config import RoleConfig
 from megatron_binac.models.attention import PackedAttention
 
 VOCAB_MULTIPLE = 128
-"""Rows of the embedding are padded to this, whatever the layout, so that a checkpoint fits every layout."""
+"""Rows of the embedding are padded to this, whatever the layout, so that a checkpoint fits every
+layout."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron-Core's own wrapper refuses sequence parallelism; all it needs is the mark on the weight."""
+    """Megatron-Core's own wrapper refuses sequence parallelism; all it needs is the mark on the
+    weight."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding and of the head; the rows behind `vocab_size` are never read or sampled."""
+    """Rows of the embedding and of the head; the rows behind `vocab_size` are never read or
+    sampled."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def transformer_config(role: RoleConfig) -> TransformerConfig:
     """The settings of Megatron-Core for one role.
 
-    Gradients are summed over data-parallel ranks and micro-batches, never averaged: the loss comes in
-    divided by the number of tokens of the whole global batch.
+    Gradients are summed over data-parallel ranks and micro-batches, never averaged: the loss comes
+    in divided by the number of tokens of the whole global batch.
     """
     model, parallel = role.model, role.parallel
     dtype = DTYPES[role.precision]
@@ -65,7 +70,7 @@ def transformer_config(role: RoleConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         bf16=role.precision == "bf16",
         calculate_per_token_loss=True,
-        perform_initialization=True,  # it also marks the sharded weights; builder.initialize overwrites them
+        perform_initialization=True,  # marks sharded weights too; builder.initialize overwrites them
         use_cpu_initialization=not torch.cuda.is_available(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -1,7 +1,7 @@
 """Credit for every turn of the trees, and the turns as token sequences to learn from.
 
-Sampled ids go into the batch as they are: nothing is made again from text. Shapes: N attempts over all
-trees, C criticised attempts over all trees, F feedbacks of each, M revisions of each feedback.
+Sampled ids go into the batch as they are: nothing is made again from text. Shapes: N attempts over
+all trees, C criticised attempts over all trees, F feedbacks of each, M revisions of each feedback.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ def _criticised(trees: Sequence[Tree]) -> tuple[list[Turn], Tensor]:
     return attempts, torch.tensor([w for tree in trees for w in tree.weights], dtype=torch.float64)
 
 
-def actor_turns(trees: Sequence[Tree], config: BilevelConfig) -> tuple[list[Turn], dict[str, float]]:
+def actor_turns(
+    trees: Sequence[Tree], config: BilevelConfig
+) -> tuple[list[Turn], dict[str, float]]:
     """Attempts and revisions with their credit (Bi-NAC eq. 3), and what is logged about it.
 
-    A revision is compared with all revisions of its attempt, an attempt with the attempts of its prompt.
+    A revision is compared with all revisions of its attempt, an attempt with the attempts of its
+    prompt.
     """
     attempts = [t for tree in trees for t in tree.attempts]
     group_N = torch.repeat_interleave(
@@ -57,7 +60,9 @@ def actor_turns(trees: Sequence[Tree], config: BilevelConfig) -> tuple[list[Turn
         reward_CFM, valid_CFM = _rewards(revised)
         heads, weight_C = _criticised(trees)
         start = np.cumsum([0, *(len(tree.attempts) for tree in trees)])
-        at_C = torch.tensor([int(start[i]) + g for i, tree in enumerate(trees) for g in tree.criticised])
+        at_C = torch.tensor(
+            [int(start[i]) + g for i, tree in enumerate(trees) for g in tree.criticised]
+        )
         value_CF = bilevel.feedback_value(reward_CFM, valid_CFM)
         has_CF = valid_CFM.any(-1)
         mean_C = torch.where(has_CF, value_CF, 0.0).sum(-1) / has_CF.sum(-1).clamp(min=1)
@@ -139,7 +144,8 @@ def critic_turns(
 
 
 def _judge_words(trees: Sequence[Tree], task: Task) -> tuple[Tensor, Tensor]:
-    """What each feedback says of its attempt (1 right, 0 wrong, -1 nothing) and whether it leaks, [C, F]."""
+    """What each feedback says of its attempt (1 right, 0 wrong, -1 nothing) and whether it leaks,
+    [C, F]."""
     said = {None: -1, False: 0, True: 1}
     verdict, leak = [], []
     for tree in trees:
@@ -155,8 +161,11 @@ def _mean(value: Tensor, mask: Tensor) -> float:
     return float(value[mask].double().mean()) if mask.any() else float("nan")
 
 
-def sequences(turns: Sequence[Turn], keep: Callable[[Turn], bool] | None = None) -> list[TrainSequence]:
-    """The trainable turns as rows of context and sampled ids; the mask covers exactly what was sampled."""
+def sequences(
+    turns: Sequence[Turn], keep: Callable[[Turn], bool] | None = None
+) -> list[TrainSequence]:
+    """The trainable turns as rows of context and sampled ids; the mask covers exactly what was
+    sampled."""
     rows = []
     for turn in turns:
         if not turn.trainable or not len(turn.ids) or (keep is not None and not keep(turn)):
@@ -167,7 +176,10 @@ def sequences(turns: Sequence[Turn], keep: Callable[[Turn], bool] | None = None)
         logprobs[start:] = turn.logprobs
         rows.append(
             TrainSequence(
-                ids=ids, mask=np.arange(len(ids)) >= start, advantage=turn.advantage, logprobs=logprobs
+                ids=ids,
+                mask=np.arange(len(ids)) >= start,
+                advantage=turn.advantage,
+                logprobs=logprobs,
             )
         )
     return rows

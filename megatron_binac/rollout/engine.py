@@ -1,4 +1,5 @@
-"""What the loop needs of anything that samples: ids in, ids and log-probs out, a version on every answer."""
+"""What the loop needs of anything that samples: ids in, ids and log-probs out, a version on every
+answer."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from megatron_binac.types import Completion, Sampling
 class Engine(Protocol):
     """The sampling copy of one role.
 
-    `generate` is collective: every rank of the job calls it with the same lists and gets the same complete
-    list back, in order. A sample depends on its prompt, its seed and the weights, not on what it is batched
-    with. One prompt that fails gives a completion with finish "failed", never an exception for all.
+    `generate` is collective: every rank of the job calls it with the same lists and gets the same
+    complete list back, in order. A sample depends on its prompt, its seed and the weights, not on
+    what it is batched with. One prompt that fails gives a completion with finish "failed", never
+    an exception for all.
     """
 
     version: int
@@ -34,4 +36,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give back what the engine holds; it is not used again."""
         ...
-

@@ -1,4 +1,5 @@
-"""Held-out measurement, the same in the loop and in `binac eval`: both turns, and what the feedback is worth.
+"""Held-out measurement, the same in the loop and in `binac eval`: both turns, and what the
+feedback is worth.
 
 N cases: the held-out prompts, each `samples` times.
 """
@@ -17,16 +18,18 @@ from megatron_binac.rollout.play import Players, Seed, seeds_of
 from megatron_binac.types import Prompt, Turn
 
 EVAL_STEP = -1
-"""Evaluation draws from seeds of a step of its own: the same ones every time, so that runs compare."""
+"""Evaluation draws from seeds of a step of its own: the same ones every time, so that runs
+compare."""
 
 
 def evaluate(players: Players, config: Config, num_prompts: int | None = None) -> dict[str, float]:
     """acc_t1 and acc_t2, sampled and greedy, with intervals, and acc_t2 under other feedback.
 
-    Keys are `sampled/NAME` and `greedy/NAME`. Names: acc_t1, acc_t2 (with `_lo`, `_hi`: 95 %), delta, fix,
-    break, oracle_gate (an upper bound: the verifier decides), learned_gate, acc_t2_shuffled (the critic's
-    feedback on another problem), acc_t2_oracle (the task's own right feedback, where it has one), acc_t2_none
-    (a second try on empty feedback), uplift_*, acc_dis, leak, num_failed.
+    Keys are `sampled/NAME` and `greedy/NAME`. Names: acc_t1, acc_t2 (with `_lo`, `_hi`: 95 %),
+    delta, fix, break, oracle_gate (an upper bound: the verifier decides), learned_gate,
+    acc_t2_shuffled (the critic's feedback on another problem), acc_t2_oracle (the task's own right
+    feedback, where it has one), acc_t2_none (a second try on empty feedback), uplift_*, acc_dis,
+    leak, num_failed.
     """
     num = config.eval.num_prompts if num_prompts is None else num_prompts
     prompts_P = [players.task.prompt("eval", i) for i in range(num)]
@@ -42,7 +45,13 @@ class _Cases:
     """One pass over the held-out prompts in one mode."""
 
     def __init__(
-        self, players: Players, config: Config, prompts_P: Sequence[Prompt], samples: int, *, greedy: bool
+        self,
+        players: Players,
+        config: Config,
+        prompts_P: Sequence[Prompt],
+        samples: int,
+        *,
+        greedy: bool,
     ) -> None:
         self.players, self.config, self.samples, self.greedy = players, config, samples, greedy
         self.prompts = [p for p in prompts_P for _ in range(samples)]
@@ -69,7 +78,9 @@ class _Cases:
 
     def measure(self) -> dict[str, float]:
         players = self.players
-        attempts = self._speak("attempt", [players.template.attempt_ids(p) for p in self.prompts], "")
+        attempts = self._speak(
+            "attempt", [players.template.attempt_ids(p) for p in self.prompts], ""
+        )
         out = self._accuracy("acc_t1", attempts)
         out["num_failed"] = float(sum(t.failed for t in attempts))
         if players.critic is None:
@@ -90,7 +101,9 @@ class _Cases:
         out["acc_t2_none"] = _mean(none)
         oracle_feedback = getattr(players.task, "oracle_feedback", None)
         if oracle_feedback is not None:
-            texts = [oracle_feedback(p, y.text) for p, y in zip(self.prompts, attempts, strict=True)]
+            texts = [
+                oracle_feedback(p, y.text) for p, y in zip(self.prompts, attempts, strict=True)
+            ]
             oracle = self._revise(attempts, [players.tokenizer.encode(t) for t in texts], "")
             out["acc_t2_oracle"] = _mean(oracle)
             out["feedback_matches_oracle"] = sum(
@@ -117,15 +130,22 @@ class _Cases:
         return out
 
     def _accuracy(self, name: str, turns: list[Turn]) -> dict[str, float]:
-        """Share of right answers among those that could be judged, with its 95 % interval by prompt."""
-        rows = [(float(t.reward >= 1.0), p.id) for t, p in zip(turns, self.prompts, strict=True) if not t.failed]
+        """Share of right answers among those that could be judged, with its 95 % interval by
+        prompt."""
+        rows = [
+            (float(t.reward >= 1.0), p.id)
+            for t, p in zip(turns, self.prompts, strict=True)
+            if not t.failed
+        ]
         if not rows:
             return {name: float("nan"), f"{name}_lo": 0.0, f"{name}_hi": 1.0}
         right, ids = zip(*rows, strict=True)
         if self.samples == 1:
             interval = metrics.wilson_interval(int(sum(right)), len(right))
         else:
-            interval = metrics.cluster_bootstrap(right, ids, seed=self.config.seed, num_resamples=2000)
+            interval = metrics.cluster_bootstrap(
+                right, ids, seed=self.config.seed, num_resamples=2000
+            )
         return {name: interval.value, f"{name}_lo": interval.low, f"{name}_hi": interval.high}
 
 

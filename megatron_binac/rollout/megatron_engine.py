@@ -1,7 +1,8 @@
-"""Generation inside Megatron: the learner's own weights and layers, a KV cache, any TP, PP, virtual PP and DP.
+"""Generation inside Megatron: the learner's own weights and layers, a KV cache, any TP, PP,
+virtual PP and DP.
 
-Prompts are prefilled as one packed row (each distinct prompt once), then all sequences take one token a
-step. Data-parallel replicas share the prompts out; every rank ends with the complete list.
+Prompts are prefilled as one packed row (each distinct prompt once), then all sequences take one
+token a step. Data-parallel replicas share the prompts out; every rank ends with the complete list.
 
 Shapes: U distinct prompts, B sequences, T packed tokens, V vocabulary, H hidden.
 """
@@ -42,24 +43,32 @@ class MegatronEngine:
     ) -> list[Completion]:
         """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
         if len(prompts) != len(seeds):
-            raise ValueError(f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each")
+            raise ValueError(
+                f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each"
+            )
         longest = max((len(p) for p in prompts), default=0)
         room = self.learner.config.model.max_sequence_length
         if longest + sampling.max_tokens > room:
             raise ValueError(
-                f"{self.learner.role}: a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
-                f"max_sequence_length {room}; raise {self.learner.role}.model.max_sequence_length or lower "
+                f"{self.learner.role}: a prompt of {longest} tokens and {sampling.max_tokens} new "
+                f"ones do not fit "
+                f"max_sequence_length {room}; raise {self.learner.role}.model.max_sequence_length "
+                f"or lower "
                 "rollout.max_*_tokens"
             )
         groups = self.learner.groups
         groups.activate()
         for chunk in self.learner.chunks:
             chunk.eval()
-        first, last = (len(prompts) * r // groups.dp_size for r in (groups.dp_rank, groups.dp_rank + 1))
+        first, last = (
+            len(prompts) * r // groups.dp_size for r in (groups.dp_rank, groups.dp_rank + 1)
+        )
         mine: list[tuple[np.ndarray, np.ndarray]] = []
         for start in range(first, last, self.max_sequences):
             stop = min(start + self.max_sequences, last)
-            mine += self._sample(prompts[start:stop], np.asarray(seeds[start:stop], np.uint64), sampling)
+            mine += self._sample(
+                prompts[start:stop], np.asarray(seeds[start:stop], np.uint64), sampling
+            )
         rows = _share(mine, len(prompts), sampling.max_tokens, groups.collection.dp)
         return [self._completion(ids, logprobs, sampling) for ids, logprobs in rows]
 
@@ -80,10 +89,14 @@ class MegatronEngine:
         lengths_U = np.asarray([len(p) for p in distinct])
         cache = KVCache(len(distinct) + 1, int(lengths_U.max()) + sampling.max_tokens)
 
-        spare = -int(lengths_U.sum()) % self._multiple  # tokens of padding, kept in the cache's last row
+        spare = (
+            -int(lengths_U.sum()) % self._multiple
+        )  # tokens of padding, kept in the cache's last row
         ids_T = np.concatenate([*distinct, np.zeros(spare, prompts[0].dtype)])
         positions_T = np.concatenate([*(np.arange(n) for n in lengths_U), np.zeros(spare, int)])
-        rows_T = np.concatenate([np.repeat(np.arange(len(distinct)), lengths_U), np.full(spare, len(distinct))])
+        rows_T = np.concatenate(
+            [np.repeat(np.arange(len(distinct)), lengths_U), np.full(spare, len(distinct))]
+        )
         ends_U = np.cumsum(lengths_U)
         bounds = [0, *ends_U.tolist(), *range(int(ends_U[-1]) + 1, len(ids_T) + 1)]
         hidden = self._forward(ids_T, positions_T, bounds, cache, rows_T, decode=False)
@@ -127,7 +140,9 @@ class MegatronEngine:
 
     def _padded(self, values_B: np.ndarray, *, fill: int) -> np.ndarray:
         spare = -len(values_B) % self._multiple
-        return np.concatenate([values_B, np.full(spare, fill, values_B.dtype)]) if spare else values_B
+        return (
+            np.concatenate([values_B, np.full(spare, fill, values_B.dtype)]) if spare else values_B
+        )
 
     def _forward(
         self,
@@ -139,7 +154,8 @@ class MegatronEngine:
         *,
         decode: bool,
     ) -> Tensor | None:
-        """Through all stages in turn; final hidden states [T, H] on the last stage, None elsewhere."""
+        """Through all stages in turn; final hidden states [T, H] on the last stage, None
+        elsewhere."""
         device = cpu.device()
         groups, config = self.learner.groups, self.learner.config
         ids = torch.as_tensor(ids_T, dtype=torch.long, device=device)[None]
@@ -177,7 +193,8 @@ class MegatronEngine:
         return hidden.squeeze(1)
 
     def _logits(self, hidden: Tensor | None, rows_B: np.ndarray) -> Tensor | None:
-        """float32 logits [B, V] of the real columns at these rows; None away from the last stage."""
+        """float32 logits [B, V] of the real columns at these rows; None away from the last
+        stage."""
         if hidden is None:
             return None
         groups = self.learner.groups
@@ -203,16 +220,20 @@ class MegatronEngine:
             source = dist.get_global_rank(groups.collection.pp, groups.config.pp - 1)
             dist.broadcast(both, source, group=groups.collection.pp)
         if groups.config.tp > 1:  # rounding may differ between ranks; one of them decides
-            dist.broadcast(both, dist.get_global_rank(groups.collection.tp, 0), group=groups.collection.tp)
+            dist.broadcast(
+                both, dist.get_global_rank(groups.collection.tp, 0), group=groups.collection.tp
+            )
         token, logprob = both.cpu().numpy()
         return token.astype(np.int32), logprob.astype(np.float32)
 
 
 def pick(logits_BV: Tensor, uniform_B: np.ndarray, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: ids [B] and their log-probs [B] under the full distribution at the temperature.
+    """Inverse-CDF sampling: ids [B] and their log-probs [B] under the full distribution at the
+    temperature.
 
-    One uniform number decides a token, so that a sample does not depend on its batch. top-k and top-p
-    restrict what can be drawn, not the log-prob that is reported: the learner scores the full distribution.
+    One uniform number decides a token, so that a sample does not depend on its batch. top-k and
+    top-p restrict what can be drawn, not the log-prob that is reported: the learner scores the
+    full distribution.
     """
     logprob_BV = torch.log_softmax(logits_BV / sampling.temperature, dim=-1)
     if sampling.greedy:

@@ -1,7 +1,8 @@
-"""Growing the tree of each prompt: attempts, feedbacks, revisions, graded at both ends; and the probe.
+"""Growing the tree of each prompt: attempts, feedbacks, revisions, graded at both ends; and the
+probe.
 
-Every rank calls these with the same prompts and ends with the same trees. Suffixes: P prompts, G attempts,
-C criticised attempts, F feedbacks, M revisions.
+Every rank calls these with the same prompts and ends with the same trees. Suffixes: P prompts, G
+attempts, C criticised attempts, F feedbacks, M revisions.
 """
 
 from __future__ import annotations
@@ -79,10 +80,13 @@ class Players:
         return out[:-1] if out and out[-1] == self.tokenizer.end_id else out
 
     def grade(self, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> None:
-        """Set `turn.grade` of each turn; ranks share the work out, equal answers are judged once."""
+        """Set `turn.grade` of each turn; ranks share the work out, equal answers are judged
+        once."""
         keys = [(p.id, t.text) for p, t in zip(prompts, turns, strict=True)]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        todo = [i for key, i in sorted(first.items(), key=lambda item: item[1]) if not turns[i].failed]
+        todo = [
+            i for key, i in sorted(first.items(), key=lambda item: item[1]) if not turns[i].failed
+        ]
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         mine = [(i, judge(self.task, prompts[i], turns[i].text)) for i in todo[rank::world]]
         parts = [mine]
@@ -92,24 +96,31 @@ class Players:
         judged = {keys[i]: grade for part in parts for i, grade in part}
         for key, turn in zip(keys, turns, strict=True):
             if turn.failed:
-                turn.grade = Grade(score=0.0, parsed=None, reason="the engine gave no answer", failed=True)
+                turn.grade = Grade(
+                    score=0.0, parsed=None, reason="the engine gave no answer", failed=True
+                )
             else:
                 turn.grade = judged[key]
 
 
 def judge(task: Task, prompt: Prompt, text: str) -> Grade:
-    """The task's verdict; a verifier that breaks is "failed", which is counted and is not "wrong"."""
+    """The task's verdict; a verifier that breaks is "failed", which is counted and is not
+    "wrong"."""
     start = time.perf_counter()
     try:
         return task.grade(prompt, text)
-    except Exception as error:  # the boundary to model text: whatever it provokes must not end the run
+    except (
+        Exception
+    ) as error:  # the boundary to model text: whatever it provokes must not end the run
         reason = f"{type(error).__name__}: {error}"
         return Grade(
             score=0.0, parsed=None, reason=reason, failed=True, seconds=time.perf_counter() - start
         )
 
 
-def play(players: Players, prompts_P: Sequence[Prompt], rollout: RolloutConfig, step: int) -> list[Tree]:
+def play(
+    players: Players, prompts_P: Sequence[Prompt], rollout: RolloutConfig, step: int
+) -> list[Tree]:
     """Grow one tree per prompt: G attempts, F feedbacks on C of them, M revisions of each."""
     seed = seeds_of(players.seed, step)
     contexts = [players.template.attempt_ids(p) for p in prompts_P]
@@ -154,21 +165,31 @@ def criticise(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, s
             valid_G=[not t.failed for t in tree.attempts],
         )
         for g in tree.criticised:
-            context = players.template.feedback_ids(tree.prompt, players.spoken(tree.attempts[g].ids))
+            context = players.template.feedback_ids(
+                tree.prompt, players.spoken(tree.attempts[g].ids)
+            )
             contexts += [context] * rollout.feedbacks
             seeds += [seed(tree.prompt, "feedback", g, f) for f in range(rollout.feedbacks)]
     assert players.critic is not None
     turns = iter(
-        players.speak(players.critic, "feedback", contexts, seeds, players.sampling(rollout, "feedback"))
+        players.speak(
+            players.critic, "feedback", contexts, seeds, players.sampling(rollout, "feedback")
+        )
     )
     for tree in trees:
         tree.feedbacks = [[next(turns) for _ in range(rollout.feedbacks)] for _ in tree.criticised]
 
 
 def revise(
-    players: Players, trees: Sequence[Tree], rollout: RolloutConfig, seed: Seed, *, probe: bool = False
+    players: Players,
+    trees: Sequence[Tree],
+    rollout: RolloutConfig,
+    seed: Seed,
+    *,
+    probe: bool = False,
 ) -> None:
-    """Sample M answers to every feedback and grade them: the revisions, or the probes of the adapted actor."""
+    """Sample M answers to every feedback and grade them: the revisions, or the probes of the
+    adapted actor."""
     contexts: list[Sequence[int]] = []
     seeds: list[int] = []
     owners: list[Prompt] = []
@@ -179,7 +200,8 @@ def revise(
                     tree.prompt, players.spoken(tree.attempts[g].ids), players.spoken(feedback.ids)
                 )
                 contexts += [context] * rollout.revisions
-                # The probe draws with the revisions' own seeds: an actor that did not move says the same.
+                # The probe draws with the revisions' own seeds: an actor that did not move says
+                # the same.
                 seeds += [seed(tree.prompt, "revision", g, f, m) for m in range(rollout.revisions)]
                 owners += [tree.prompt] * rollout.revisions
     sampled = players.speak(
@@ -198,8 +220,11 @@ def revise(
             tree.revisions = grown
 
 
-def replay(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, step: int) -> list[Tree]:
-    """The probe: the actor as it now stands answers the same (x, y0, z) of `step` again, which gives V*."""
+def replay(
+    players: Players, trees: Sequence[Tree], rollout: RolloutConfig, step: int
+) -> list[Tree]:
+    """The probe: the actor as it now stands answers the same (x, y0, z) of `step` again, which
+    gives V*."""
     revise(players, trees, rollout, seeds_of(players.seed, step), probe=True)
     return list(trees)
 

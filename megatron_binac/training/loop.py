@@ -1,4 +1,5 @@
-"""The bilevel loop: the critic leads, the actor follows. One step reads play, follow, and every K steps probe, lead.
+"""The bilevel loop: the critic leads, the actor follows. One step reads play, follow, and every K
+steps probe, lead.
 
 Suffixes: P prompts.
 """
@@ -76,7 +77,9 @@ def train(run: Run) -> bool:
                 with run.clock.phase("probe"):  # the adapted actor answers the same feedback: V*
                     run.block = replay(run.players, run.block, cfg.rollout, opened(step, k))
                     sampled += generated_tokens(run.block, probes=True)
-            with run.clock.phase("lead"):  # the critic's outer problem: paid for what its words changed
+            with run.clock.phase(
+                "lead"
+            ):  # the critic's outer problem: paid for what its words changed
                 turns, log = critic_turns(run.block, cfg.bilevel, run.players.task)
                 log |= run.critic.update(sequences(turns), cfg.critic.loss)
                 run.players.critic.publish(run.critic.num_updates)
@@ -84,7 +87,9 @@ def train(run: Run) -> bool:
 
         run.generated_tokens += sampled
         run.telemetry.log(step, "play", {**summary(trees_P), "generated_tokens": sampled})
-        run.telemetry.transcript(step, [tree_record(t) for t in trees_P[: cfg.track.transcripts_per_step]])
+        run.telemetry.transcript(
+            step, [tree_record(t) for t in trees_P[: cfg.track.transcripts_per_step]]
+        )
         if finish_step(run, step):
             return step + 1 == cfg.num_steps or spent(run)
     return True
@@ -99,7 +104,9 @@ def finish_step(run: Run, step: int) -> bool:
         measure(run, step)
     run.telemetry.flush(step, run.clock)
     if last or stopping or due(step, cfg.save_every):
-        with run.clock.phase("save"):  # after the row: a checkpoint never knows of a step that has none
+        with run.clock.phase(
+            "save"
+        ):  # after the row: a checkpoint never knows of a step that has none
             run.save(step + 1)
     return last or stopping
 

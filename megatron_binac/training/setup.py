@@ -1,6 +1,7 @@
 """Composition root: a `Config` becomes a `Run`. The only file that knows every concrete class.
 
-The functions here run on every rank of a job that is already there (torchrun, srun or a single process).
+The functions here run on every rank of a job that is already there (torchrun, srun or a single
+process).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
         finished = train(run)
         if not finished:
             run.telemetry.note(
-                f"stopped by {signal.Signals(stop.received or signal.SIGTERM).name} after saving; go on with: "
+                f"stopped by {signal.Signals(stop.received or signal.SIGTERM).name} after saving; "
+                f"go on with: "
                 f"binac train --resume {run_dir}"
             )
     finally:
@@ -67,12 +69,15 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
 
 
 def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: Path | None) -> int:
-    """Evaluate the newest checkpoint of a run on held-out problems; prints JSON, or writes it to `output`."""
+    """Evaluate the newest checkpoint of a run on held-out problems; prints JSON, or writes it to
+    `output`."""
     start_distributed()
     config.check_world(dist.get_world_size())
     path = latest_checkpoint(run_dir)
     if path is None:
-        raise ValueError(f"{run_dir} holds no checkpoint; train it first: binac train --resume {run_dir}")
+        raise ValueError(
+            f"{run_dir} holds no checkpoint; train it first: binac train --resume {run_dir}"
+        )
     learners, players = build_players(config, run_dir, fresh_weights=True)
     state = checkpoint.load(path, learners)
     values = evaluate(players, config, num_prompts)
@@ -90,7 +95,8 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
 def build_players(
     config: Config, run_dir: Path, *, fresh_weights: bool = False
 ) -> tuple[dict[str, MegatronLearner], Players]:
-    """Both roles with their engines, the task and the tokenizer; warm-started unless `fresh_weights`."""
+    """Both roles with their engines, the task and the tokenizer; warm-started unless
+    `fresh_weights`."""
     task = build_task(config.task.name, **config.task.options)
     tokenizer = _tokenizer(config, task, run_dir)
     template = Template(tokenizer, max_prompt_tokens=_prompt_room(config))
@@ -112,13 +118,16 @@ def build_players(
         if getattr(config.warm_start, role).steps and not fresh_weights:
             if not isinstance(task, TeachingTask):
                 raise ValueError(
-                    f"warm_start.{role}.steps is {getattr(config.warm_start, role).steps} but task {task.name} "
+                    f"warm_start.{role}.steps is {getattr(config.warm_start, role).steps} but "
+                    f"task {task.name} "
                     f"offers no supervised examples; set warm_start.{role}.steps=0"
                 )
             warm_start(config, role, learners[role], groups, task, template)
     if dist.get_rank() == 0:
         backend = choose_backend(cpu.device().type)
-        logger.info("chosen: device %s, kernels %s, packing %s", cpu.device(), backend, packing.backend())
+        logger.info(
+            "chosen: device %s, kernels %s, packing %s", cpu.device(), backend, packing.backend()
+        )
     engines = {
         role: MegatronEngine(learner, max_sequences=config.rollout.max_sequences_per_batch)
         for role, learner in learners.items()
@@ -135,9 +144,12 @@ def build_players(
 
 
 def _prompt_room(config: Config) -> int:
-    """Tokens that the longest prompt of either role may take, so that an answer still fits behind it."""
+    """Tokens that the longest prompt of either role may take, so that an answer still fits behind
+    it."""
     rollout = config.rollout
-    room = config.actor.model.max_sequence_length - max(rollout.max_attempt_tokens, rollout.max_revision_tokens)
+    room = config.actor.model.max_sequence_length - max(
+        rollout.max_attempt_tokens, rollout.max_revision_tokens
+    )
     if config.critic is not None:
         room = min(room, config.critic.model.max_sequence_length - rollout.max_feedback_tokens)
     return room
@@ -153,12 +165,15 @@ def _num_updates(config: Config, role: Role) -> int:
 
 
 def _tokenizer(config: Config, task: Task, run_dir: Path) -> Tokenizer:
-    """The tokenizer that the config names, or one trained from the task's own text and kept with the run."""
+    """The tokenizer that the config names, or one trained from the task's own text and kept with
+    the run."""
     if config.task.tokenizer is not None:
         return load_tokenizer(Path(config.task.tokenizer))
     path = run_dir / "tokenizer" / "tokenizer.model"
     if dist.get_rank() == 0 and not path.exists():
-        SentencePieceTokenizer.train(corpus(task, CORPUS_PROMPTS), path, vocab_size=config.task.vocab_size)
+        SentencePieceTokenizer.train(
+            corpus(task, CORPUS_PROMPTS), path, vocab_size=config.task.vocab_size
+        )
     dist.barrier()
     return load_tokenizer(path)
 
@@ -240,5 +255,3 @@ class _Stop:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         self.received = int(flag) or None
         return self.received is not None
-
-

@@ -1,4 +1,5 @@
-"""Trees as JSON: what a checkpoint in the middle of a block keeps for the probe at the block's end."""
+"""Trees as JSON: what a checkpoint in the middle of a block keeps for the probe at the block's
+end."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megatron_binac.types import Grade, Prompt, Tree, Turn
 
 
 def trees_to_json(trees: Sequence[Tree]) -> list[dict[str, Any]]:
-    """JSON-able twins of the trees, ids and log-probs included; `trees_from_json` gives equal ones back."""
+    """JSON-able twins of the trees, ids and log-probs included; `trees_from_json` gives equal ones
+    back."""
     return [
         {
             "prompt": asdict(tree.prompt),

@@ -1,7 +1,9 @@
-"""Supervised steps before reinforcement learning: the formats of the three turns, cached by content.
+"""Supervised steps before reinforcement learning: the formats of the three turns, cached by
+content.
 
-The key of the cache is a hash of everything that decides the weights (task, tokenizer, shape, schedule,
-seed), not of the layout or the machine: runs with other recipes, seeds or layouts share one warm start.
+The key of the cache is a hash of everything that decides the weights (task, tokenizer, shape,
+schedule, seed), not of the layout or the machine: runs with other recipes, seeds or layouts share
+one warm start.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -41,11 +44,14 @@ def warm_start(
     task: TeachingTask,
     template: Template,
 ) -> None:
-    """Give `learner` the warm-started weights of its role, from the cache or by making them; collective."""
+    """Give `learner` the warm-started weights of its role, from the cache or by making them;
+    collective."""
     schedule: RoleWarmStart = getattr(config.warm_start, role)
     if schedule.steps == 0:
         return
-    path = Path(config.warm_start.cache_dir) / cache_key(config, role, learner.config, template.tokenizer)
+    path = Path(config.warm_start.cache_dir) / cache_key(
+        config, role, learner.config, template.tokenizer
+    )
     with _one_maker(path):
         if _missing(path):
             _make(config, role, learner, groups, task, template, path)
@@ -78,7 +84,8 @@ def _make(
     template: Template,
     path: Path,
 ) -> None:
-    """Train a learner of the same shape and layout from fresh weights and put its weights into the cache."""
+    """Train a learner of the same shape and layout from fresh weights and put its weights into the
+    cache."""
     schedule: RoleWarmStart = getattr(config.warm_start, role)
     optimizer = OptimizerConfig(lr=schedule.lr, warmup_steps=schedule.warmup_steps)
     teacher = MegatronLearner(
@@ -90,12 +97,20 @@ def _make(
         num_steps=schedule.steps,
         temperature=1.0,
     )
-    stats: dict[str, float] = {}
+    recent: deque[float] = deque(maxlen=5)
     for step in range(schedule.steps):
         batch = range(step * schedule.batch, (step + 1) * schedule.batch)
-        stats = teacher.supervise([_sequence(role, i, task, template) for i in batch])
-        if dist.get_rank() == 0 and (step + 1) % 50 == 0:
-            logger.info("warm start of the %s: step %d/%d, loss %.3f", role, step + 1, schedule.steps, stats["loss"])
+        recent.append(
+            teacher.supervise([_sequence(role, i, task, template) for i in batch])["loss"]
+        )
+        mean = sum(recent) / len(recent)
+        enough = len(recent) == recent.maxlen and mean < schedule.stop_loss
+        if dist.get_rank() == 0 and (enough or (step + 1) % 50 == 0):
+            logger.info(
+                "warm start of the %s: step %d/%d, loss %.3f", role, step + 1, schedule.steps, mean
+            )
+        if enough:
+            break
     draft = path.with_name(f".{path.name}.draft")
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)
@@ -109,7 +124,8 @@ def _make(
 
 
 def _sequence(role: Role, index: int, task: TeachingTask, template: Template) -> TrainSequence:
-    """Warm-start example `index` of a role as one row; only what the role itself says is learned."""
+    """Warm-start example `index` of a role as one row; only what the role itself says is
+    learned."""
     ids, mask = template.example_ids(task.supervised(role, index))
     return TrainSequence(ids=np.asarray(ids, np.int32), mask=np.asarray(mask, bool))
 

@@ -351,13 +351,18 @@ bool spread(const Items& items, i64 limit, i64 num_bins, std::vector<i32>& bin_o
 
 // Split the costliest bin until there are num_bins; empty ones only when none can be cut.
 void split_to(const Items& items, i64 have, i64 num_bins, std::vector<i32>& bin_of) {
+  if (have == num_bins) return;
   const i64 n = items.size();
-  std::vector<std::vector<i32>> members(have);
   std::vector<i64> cost(have, 0);
+  std::vector<i64> bounds(have + 1, 0);
   for (i64 k = 0; k < n; ++k) {
-    members[bin_of[k]].push_back(static_cast<i32>(k));
     cost[bin_of[k]] += items.costs[k];
+    ++bounds[bin_of[k] + 1];
   }
+  std::partial_sum(bounds.begin(), bounds.end(), bounds.begin());
+  std::vector<i64> cursor(bounds.begin(), bounds.end() - 1);
+  std::vector<i32> flat(n);  // items of bin after bin
+  for (i64 k = 0; k < n; ++k) flat[cursor[bin_of[k]]++] = static_cast<i32>(k);
   struct Largest {
     i64 cost;
     i32 bin;
@@ -367,38 +372,68 @@ void split_to(const Items& items, i64 have, i64 num_bins, std::vector<i32>& bin_
   };
   Heap<Largest> heap;
   for (i64 b = 0; b < have; ++b) {
-    if (members[b].size() > 1) heap.push({cost[b], static_cast<i32>(b)});
+    if (bounds[b + 1] - bounds[b] > 1) heap.push({cost[b], static_cast<i32>(b)});
   }
-  while (static_cast<i64>(members.size()) < num_bins && !heap.empty()) {
+  std::unordered_map<i32, std::vector<i32>> parts;  // items of the bins that were made by a split
+  i64 made = have;
+  while (made < num_bins && !heap.empty()) {
     const i32 bin = heap.top().bin;
     heap.pop();
+    const auto [at, is_whole] = parts.try_emplace(bin);
+    if (is_whole) at->second.assign(flat.begin() + bounds[bin], flat.begin() + bounds[bin + 1]);
     std::vector<i32> halves[2];
     i64 sums[2] = {0, 0};
-    for (const i32 k : members[bin]) {
+    for (const i32 k : at->second) {
       const int side = sums[0] <= sums[1] ? 0 : 1;
       halves[side].push_back(k);
       sums[side] += items.costs[k];
     }
-    const i32 added = static_cast<i32>(members.size());
+    const i32 added = static_cast<i32>(made++);
     for (const i32 k : halves[1]) bin_of[k] = added;
     if (halves[0].size() > 1) heap.push({sums[0], bin});
     if (halves[1].size() > 1) heap.push({sums[1], added});
-    members[bin] = std::move(halves[0]);
-    members.push_back(std::move(halves[1]));
+    at->second = std::move(halves[0]);
+    parts[added] = std::move(halves[1]);
   }
 }
 
-// Partial partitions joined by largest differencing (Karmarkar-Karp) until one is left: the two with
-// the widest spread each time, dearest set to cheapest. Sets are chains through `next`.
+// One set of a partition; its members are a chain through `next`.
 struct Set {
   i64 sum = 0;
   i32 head = -1;
   i32 tail = -1;
 };
 
-using Partition = std::vector<Set>;  // dearest set first
+// The sets that are not empty, dearest first.
+using Partition = std::vector<Set>;
 
-Partition differencing(std::vector<Partition> states, std::vector<i32>& next) {
+// `b` into `a`, both partitions into num_sets: dearest set to cheapest.
+void join(Partition& a, const Partition& b, i64 num_sets, std::vector<i32>& next) {
+  const i64 in_a = static_cast<i64>(a.size());
+  const i64 first = num_sets - static_cast<i64>(b.size());  // place of the cheapest set of b
+  for (i64 at = first; at < in_a; ++at) {
+    const Set& other = b[num_sets - 1 - at];
+    a[at].sum += other.sum;
+    next[a[at].tail] = other.head;
+    a[at].tail = other.tail;
+  }
+  for (i64 at = std::max(first, in_a); at < num_sets; ++at) a.push_back(b[num_sets - 1 - at]);
+  const auto dearer = [](const Set& x, const Set& y) { return x.sum > y.sum; };
+  if (a.size() > 32) {
+    std::stable_sort(a.begin(), a.end(), dearer);
+    return;
+  }
+  for (std::size_t at = 1; at < a.size(); ++at) {  // stable_sort would ask for memory
+    const Set set = a[at];
+    std::size_t to = at;
+    for (; to > 0 && dearer(set, a[to - 1]); --to) a[to] = a[to - 1];
+    a[to] = set;
+  }
+}
+
+// Partial partitions into num_sets joined by largest differencing (Karmarkar-Karp) until one is left:
+// the two with the widest spread each time.
+Partition differencing(std::vector<Partition> states, i64 num_sets, std::vector<i32>& next) {
   struct Entry {
     i64 minus_spread;
     i64 number;
@@ -407,8 +442,9 @@ Partition differencing(std::vector<Partition> states, std::vector<i32>& next) {
                                                 : number < other.number;
     }
   };
-  const auto entry = [](const Partition& p, i64 number) {
-    return Entry{p.back().sum - p.front().sum, number};
+  const auto entry = [&](const Partition& p, i64 number) {
+    const i64 least = static_cast<i64>(p.size()) == num_sets ? p.back().sum : 0;
+    return Entry{least - p.front().sum, number};
   };
   Heap<Entry> heap;
   heap.reserve(states.size());
@@ -423,24 +459,10 @@ Partition differencing(std::vector<Partition> states, std::vector<i32>& next) {
     heap.pop();
     const i64 second = place[heap.top().number];
     heap.pop();
-    Partition& a = states[first];
-    Partition& b = states[second];
-    const std::size_t k = a.size();
-    for (std::size_t r = 0; r < k; ++r) {
-      const Set& other = b[k - 1 - r];
-      a[r].sum += other.sum;
-      if (other.head < 0) continue;
-      if (a[r].head < 0) {
-        a[r].head = other.head;
-      } else {
-        next[a[r].tail] = other.head;
-      }
-      a[r].tail = other.tail;
-    }
-    Partition().swap(b);
-    std::stable_sort(a.begin(), a.end(), [](const Set& x, const Set& y) { return x.sum > y.sum; });
+    join(states[first], states[second], num_sets, next);
+    Partition().swap(states[second]);
     place[number] = first;
-    heap.push(entry(a, number));
+    heap.push(entry(states[first], number));
     ++number;
   }
   return std::move(states[place[heap.top().number]]);
@@ -452,12 +474,12 @@ std::vector<i32> balance(const std::vector<i64>& costs, i64 num_sets) {
   std::vector<i32> set_of(n);
   if (n == 0) return set_of;
   std::vector<i32> next(n, -1);
-  std::vector<Partition> states(n, Partition(num_sets));
+  std::vector<Partition> states(n);
   for (i64 i = 0; i < n; ++i) {
-    states[i][0] = {costs[i], static_cast<i32>(i), static_cast<i32>(i)};
+    states[i] = {{costs[i], static_cast<i32>(i), static_cast<i32>(i)}};
   }
-  const Partition done = differencing(std::move(states), next);
-  for (i64 r = 0; r < num_sets; ++r) {
+  const Partition done = differencing(std::move(states), num_sets, next);
+  for (std::size_t r = 0; r < done.size(); ++r) {
     for (i32 i = done[r].head; i >= 0; i = next[i]) set_of[i] = static_cast<i32>(r);
   }
   return set_of;
@@ -471,14 +493,18 @@ std::vector<i32> balance_equal(const std::vector<i64>& costs, i64 num_ranks) {
   std::sort(order.begin(), order.end(), [&](i32 a, i32 b) {
     return costs[a] != costs[b] ? costs[a] > costs[b] : a < b;
   });
+  const i64 per_rank = n / num_ranks;
+  std::vector<i32> renamed(n);
+  if (num_ranks == 1) {
+    for (i64 i = 0; i < n; ++i) renamed[order[i]] = static_cast<i32>(i);
+    return renamed;
+  }
   std::vector<i32> next(n, -1);
-  std::vector<Partition> states(n / num_ranks, Partition(num_ranks));
+  std::vector<Partition> states(per_rank, Partition(num_ranks));
   for (i64 i = 0; i < n; ++i) {
     states[i / num_ranks][i % num_ranks] = {costs[order[i]], order[i], order[i]};
   }
-  const Partition done = differencing(std::move(states), next);
-  const i64 per_rank = n / num_ranks;
-  std::vector<i32> renamed(n);
+  const Partition done = differencing(std::move(states), num_ranks, next);
   for (i64 r = 0; r < num_ranks; ++r) {
     i64 at = r * per_rank;
     for (i32 b = done[r].head; b >= 0; b = next[b]) renamed[b] = static_cast<i32>(at++);

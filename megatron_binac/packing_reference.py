@@ -191,6 +191,8 @@ def balance(items: Sequence[int], costs: Sequence[int], num_sets: int) -> list[l
 def balance_equal(costs_B: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Bins to ranks, as many to each: every run of `num_ranks` bins begins as one bin a rank."""
     order = sorted(range(len(costs_B)), key=lambda b: (-costs_B[b], b))
+    if num_ranks == 1:
+        return [order]
     runs = [order[at : at + num_ranks] for at in range(0, len(order), num_ranks)]
     return differencing([([costs_B[b] for b in run], [[b] for b in run]) for run in runs])
 

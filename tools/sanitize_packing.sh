@@ -38,8 +38,9 @@ done
 cd "$WORK"
 export PYTHONPATH="$WORK" PYTHONMALLOC=malloc OMP_NUM_THREADS=1
 # The interpreter frees little at its end: its leaks would hide everything else.
-export ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:detect_stack_use_after_return=1
-export UBSAN_OPTIONS=print_stacktrace=1
+# Reports go to files, since pytest holds the standard streams.
+export ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=1:log_path=$WORK/report"
+export UBSAN_OPTIONS="print_stacktrace=1:log_path=$WORK/report"
 run() { LD_PRELOAD="$preload" "$PYTHON" "$@"; }
 
 run - "$WORK" <<'PY'
@@ -51,6 +52,10 @@ from megatron_binac import _C
 assert Path(_C.__file__).is_relative_to(sys.argv[1]), f"{_C.__file__} is not the extension just built"
 print("== testing", _C.__file__)
 PY
-run -m pytest -q -p no:cacheprovider -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -k "not reference" \
-  "$ROOT/tests/test_packing.py" "$ROOT/tests/test_packing_properties.py" "$@"
+if ! run -m pytest -q -p no:cacheprovider -c "$ROOT/pyproject.toml" --rootdir "$ROOT" \
+  -k "not reference" "$ROOT/tests/test_packing.py" "$ROOT/tests/test_packing_properties.py" "$@"; then
+  cat "$WORK"/report* >&2 2>/dev/null || true
+  echo "error: a test failed or a sanitizer found something" >&2
+  exit 1
+fi
 echo "== no finding of AddressSanitizer or UndefinedBehaviorSanitizer"

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_binac.algo import losses
+from megatron_binac.algo import advantages, losses
 from megatron_binac.algo.losses import PolicyLossConfig
-from megatron_binac.kernels import reference, vocab_parallel
+from megatron_binac.kernels import credit, reference, vocab_parallel
+from megatron_binac.kernels.credit import CreditWeights, TreeCredit, TreeRewards
 from megatron_binac.kernels.policy import histogram_quantile, policy_diagnostics
 from megatron_binac.kernels.support import (
     pack_support,
@@ -32,20 +33,28 @@ from megatron_binac.kernels.support import (
 )
 
 __all__ = [
+    "CreditWeights",
+    "TreeCredit",
+    "TreeRewards",
     "choose_backend",
+    "gae",
+    "group_advantage",
     "histogram_quantile",
     "logprob_from_logits",
     "pack_support",
     "policy_loss",
     "sampling_support",
+    "spread_to_tokens",
     "support_from_ids",
     "token_logprob",
+    "tree_credit",
     "unpack_support",
 ]
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["reference", "triton"]
+AdvantageKind = Literal["mean_centered", "leave_one_out", "std_normalized", "mean_normalized"]
 
 
 def choose_backend(device_type: str) -> Backend:
@@ -79,8 +88,12 @@ def _choose(setting: str, device_type: str, interpret: bool) -> Backend:
     return backend
 
 
+def _uses_triton(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.float64 and choose_backend(tensor.device.type) == "triton"
+
+
 def _vocab_backend(tensor: Tensor) -> vocab_parallel.VocabBackend:
-    if tensor.dtype != torch.float64 and choose_backend(tensor.device.type) == "triton":
+    if _uses_triton(tensor):
         from megatron_binac.kernels import triton_logprob
 
         return triton_logprob
@@ -201,7 +214,7 @@ def policy_loss(
     adds up over micro-batches and ranks as a p99 does not. Take it out before ``finalize_stats``.
     Raises ValueError when a coefficient cannot act or shapes differ.
     """
-    if logprob_T.dtype == torch.float64 or choose_backend(logprob_T.device.type) == "reference":
+    if not _uses_triton(logprob_T):
         loss, stats = losses.policy_loss(
             logprob_T,
             old_logprob_T,
@@ -246,6 +259,81 @@ def policy_loss(
         weight_T=weight_T,
         diagnostics=diagnostics,
     )
+
+
+def group_advantage(
+    reward_N: Tensor, group_N: Tensor, valid_N: Tensor, kind: AdvantageKind
+) -> tuple[Tensor, Tensor]:
+    """``algo.advantages`` by name, in one launch: (advantage [N], trainable [N]).
+
+    reward [N] float, group [N] integer ids in any order, valid [N] bool. Raises ValueError for an
+    unknown kind or other shapes, and on the CPU for a valid reward that is not finite (on a GPU it
+    makes its group's advantages NaN: looking would wait for the device).
+    """
+    kinds = AdvantageKind.__args__  # type: ignore[attr-defined]
+    if kind not in kinds:
+        raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
+    if reward_N.dim() != 1 or not reward_N.shape == group_N.shape == valid_N.shape:
+        raise ValueError(
+            f"reward, group and valid must be flat and of one length, got {tuple(reward_N.shape)}, "
+            f"{tuple(group_N.shape)}, {tuple(valid_N.shape)}"
+        )
+    if not _uses_triton(reward_N):
+        return credit.group_advantage(reward_N, group_N, valid_N, kind)
+    if reward_N.device.type == "cpu" and not reward_N[valid_N].isfinite().all():
+        raise ValueError("a valid reward is not finite: mark rows whose verifier failed as invalid")
+    from megatron_binac.kernels import triton_segment
+
+    return triton_segment.group_advantage(reward_N, group_N, valid_N, kind)
+
+
+def tree_credit(trees: TreeRewards, weights: CreditWeights) -> TreeCredit:
+    """Credit of every attempt, feedback and revision of a batch of trees, in one launch.
+
+    ``algo.bilevel`` over all levels: attempts by reward and follow-up, feedbacks by (1 + lam) V -
+    lam V* against their siblings, revisions against those of their attempt. Failed turns are in
+    no mean. Raises ValueError where a coefficient has nothing to act on.
+    """
+    credit.check_coefficients(trees, weights)
+    if not _uses_triton(trees.reward_PG):
+        return credit.tree_credit(trees, weights)
+    from megatron_binac.kernels import triton_segment
+
+    return triton_segment.tree_credit(trees, weights)
+
+
+def spread_to_tokens(value_S: Tensor, cu_seqlens: Tensor, mask_T: Tensor) -> Tensor:
+    """Each sequence's value [S] on its masked-in tokens, 0 elsewhere, [T]; no wait for the
+    borders."""
+    if not _uses_triton(value_S):
+        return credit.spread_to_tokens(value_S, cu_seqlens, mask_T)
+    from megatron_binac.kernels import triton_segment
+
+    return triton_segment.spread_to_tokens(value_S, cu_seqlens, mask_T)
+
+
+def gae(
+    reward_T: Tensor,
+    value_T: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``algo.advantages.gae`` as one reverse scan a sequence: (advantage [T], return [T]).
+
+    Raises ValueError on the CPU for borders that do not go from 0 to T.
+    """
+    if not _uses_triton(reward_T):
+        return advantages.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)
+    if cu_seqlens.device.type == "cpu" and cu_seqlens[[0, -1]].tolist() != [0, mask.numel()]:
+        raise ValueError(
+            f"cu_seqlens must go from 0 to {mask.numel()}, the number of tokens, "
+            f"got {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}"
+        )
+    from megatron_binac.kernels import triton_segment
+
+    return triton_segment.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)
 
 
 def _check_linear(hidden_TH: Tensor, weight_VH: Tensor, accumulate_into_main_grad: bool) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,10 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(a) else a for a in args)
         return func(*args, **kwargs)
+
+
+# Distributed checkpointing passes through the mode above with torch's older sharded tensors.
+warnings.filterwarnings("ignore", category=FutureWarning, module=__name__.replace(".", r"\."))
 
 
 def region() -> contextlib.AbstractContextManager[Any]:

@@ -70,7 +70,7 @@ def transformer_config(role: RoleConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         bf16=role.precision == "bf16",
         calculate_per_token_loss=True,
-        perform_initialization=True,  # marks sharded weights too; builder.initialize overwrites them
+        perform_initialization=True,  # also marks sharded weights; builder.initialize comes after
         use_cpu_initialization=not torch.cuda.is_available(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ CORPUS_PROMPTS = 2000
 def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     """Train to the end; the exit code: 0 finished, 130 or 143 stopped and saved after a signal."""
     start_distributed()
+    _log_to(run_dir)
     config.check_world(dist.get_world_size())
     stop = _Stop()
     learners, players = build_players(config, run_dir)
@@ -90,6 +92,20 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _log_to(run_dir: Path) -> None:
+    """Show what the package logs on the first rank's screen and keep it in log.txt; others only
+    warn."""
+    root = logging.getLogger("megatron_binac")
+    if dist.get_rank() != 0:
+        root.setLevel(logging.WARNING)
+        return
+    root.setLevel(logging.INFO)
+    form = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    for handler in (logging.StreamHandler(sys.stdout), logging.FileHandler(run_dir / "log.txt")):
+        handler.setFormatter(form)
+        root.addHandler(handler)
 
 
 def build_players(

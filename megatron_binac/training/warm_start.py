@@ -54,7 +54,10 @@ def warm_start(
     )
     with _one_maker(path):
         if _missing(path):
+            _say(f"warm start of the {role}: at most {schedule.steps} supervised steps, once")
             _make(config, role, learner, groups, task, template, path)
+        else:
+            _say(f"warm start of the {role}: taken from {path}")
     load_learner(path / role, learner, weights_only=True)
 
 
@@ -105,10 +108,8 @@ def _make(
         )
         mean = sum(recent) / len(recent)
         enough = len(recent) == recent.maxlen and mean < schedule.stop_loss
-        if dist.get_rank() == 0 and (enough or (step + 1) % 50 == 0):
-            logger.info(
-                "warm start of the %s: step %d/%d, loss %.3f", role, step + 1, schedule.steps, mean
-            )
+        if enough or (step + 1) % 50 == 0:
+            _say(f"warm start of the {role}: step {step + 1}/{schedule.steps}, loss {mean:.3f}")
         if enough:
             break
     draft = path.with_name(f".{path.name}.draft")
@@ -121,6 +122,11 @@ def _make(
     if dist.get_rank() == 0:
         draft.rename(path)
     dist.barrier()
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info(text)
 
 
 def _sequence(role: Role, index: int, task: TeachingTask, template: Template) -> TrainSequence:

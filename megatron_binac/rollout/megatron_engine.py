@@ -110,16 +110,19 @@ class MegatronEngine:
         logprobs = np.zeros((num, sampling.max_tokens), np.float32)
         taken = np.zeros(num, int)
         live = np.arange(num)  # the prompt of each row that is still decoded
+        going = np.ones(num, bool)  # False: the row has stopped and rides along until enough have
         for step in range(sampling.max_tokens):
             token_B, logprob_B = self._choose(logits_BV, seeds_B[live], step, sampling)
-            ids[live, step], logprobs[live, step], taken[live] = token_B, logprob_B, step + 1
-            going = token_B != sampling.stop_id
+            rows = live[going]
+            ids[rows, step], logprobs[rows, step] = token_B[going], logprob_B[going]
+            taken[rows] = step + 1
+            going &= token_B != sampling.stop_id
             if step + 1 == sampling.max_tokens or not going.any():
                 break
             if going.sum() <= 0.75 * len(live):
                 keep = np.flatnonzero(going)
                 cache.select(torch.as_tensor(self._padded(keep, fill=int(keep[0])), device=device))
-                live, token_B = live[keep], token_B[keep]
+                live, token_B, going = live[keep], token_B[keep], going[keep]
             position_B = lengths_U[which[live]] + step
             hidden = self._forward(
                 self._padded(token_B, fill=0),

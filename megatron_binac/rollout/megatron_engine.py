@@ -255,7 +255,7 @@ def _support(p_BV: Tensor, sampling: Sampling) -> Tensor:
         kth_B1 = p_BV.topk(min(sampling.top_k, p_BV.shape[1]), dim=-1).values[:, -1:]
         p_BV = torch.where(p_BV >= kth_B1, p_BV, 0.0)
     if sampling.top_p < 1.0:
-        sorted_BV, order_BV = p_BV.sort(-1, descending=True, stable=True)
+        sorted_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
         keep_BV = before_BV < sampling.top_p * sorted_BV.sum(-1, keepdim=True)
         p_BV = torch.zeros_like(p_BV).scatter(1, order_BV, torch.where(keep_BV, sorted_BV, 0.0))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_binac.algo import advantages, losses
 from megatron_binac.algo.losses import PolicyLossConfig
-from megatron_binac.kernels import credit, reference, vocab_parallel
+from megatron_binac.kernels import credit, reference, topk, vocab_parallel
 from megatron_binac.kernels.credit import CreditWeights, TreeCredit, TreeRewards
 from megatron_binac.kernels.policy import histogram_quantile, policy_diagnostics
 from megatron_binac.kernels.support import (
@@ -47,6 +47,7 @@ __all__ = [
     "spread_to_tokens",
     "support_from_ids",
     "token_logprob",
+    "topk_divergence",
     "tree_credit",
     "unpack_support",
 ]
@@ -190,6 +191,58 @@ def logprob_from_logits(
         with_entropy=with_entropy,
     )
     return vocab_parallel.LogitsLogprob.apply(logits_TV, call)  # type: ignore[return-value]
+
+
+def topk_divergence(
+    student_logits_TV: Tensor,
+    teacher_logits_TV: Tensor,
+    *,
+    top_k: int,
+    alpha: float,
+    temperature: float = 1.0,
+    num_real_columns: int | None = None,
+    first_column: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    mask_T: Tensor | None = None,
+) -> Tensor:
+    """``algo.distill.topk_divergence`` from two prompts' logits over a split vocabulary, [T].
+
+    Logits [T, V] are of this rank's columns, row t of both for the same token. The ids are the
+    student's global top k, the rest of the vocabulary is one bucket. alpha 0: KL(teacher ||
+    student); 1: KL(student || teacher); between: Jensen-Shannon. Differentiable by the student;
+    False rows of ``mask_T`` are not looked at. Under a ``tp_group`` the result is the same on
+    every rank.
+
+    Raises ValueError for shapes that disagree, top_k < 1, alpha outside [0, 1].
+    """
+    if student_logits_TV.dim() != 2 or student_logits_TV.shape != teacher_logits_TV.shape:
+        raise ValueError(
+            f"student and teacher must both be [T, V], got {tuple(student_logits_TV.shape)} and "
+            f"{tuple(teacher_logits_TV.shape)}: take the rows of the same tokens"
+        )
+    if top_k < 1 or not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"top_k must be >= 1 and alpha in [0, 1], got {top_k} and {alpha}")
+    backend = _vocab_backend(student_logits_TV)
+    call = vocab_parallel.make_call(
+        backend,
+        torch.zeros(student_logits_TV.shape[0], dtype=torch.int64, device=student_logits_TV.device),
+        num_shard_columns=student_logits_TV.shape[1],
+        temperature=temperature,
+        num_real_columns=num_real_columns,
+        first_column=first_column,
+        tp_group=tp_group,
+        mask_T=mask_T,
+        support_TW=None,
+        with_entropy=False,
+    )
+    return topk.TopkDivergence.apply(
+        student_logits_TV,
+        teacher_logits_TV.detach(),
+        call,
+        backend.bucket_divergence,
+        top_k,
+        alpha,
+    )  # type: ignore[return-value]
 
 
 def policy_loss(

@@ -179,6 +179,35 @@ def logits_grad(
             _put(grad_logits_TV[:, block], rows_N, chunk, dlogits_CB)
 
 
+def bucket_divergence(
+    student_NB: Tensor, teacher_NB: Tensor, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """Divergence [N] of softmax(teacher) and softmax(student); its gradient by the student [N, B].
+
+    alpha 0: KL(teacher || student); 1: KL(student || teacher); between: alpha KL(teacher || mix) +
+    (1 - alpha) KL(student || mix) with mix = (1 - alpha) student + alpha teacher.
+    """
+    logq_NB, logp_NB = student_NB.log_softmax(-1), teacher_NB.log_softmax(-1)
+    q_NB, p_NB = logq_NB.exp(), logp_NB.exp()
+
+    def expect(weight_NB: Tensor, log_NB: Tensor, other_NB: Tensor) -> Tensor:
+        # An empty bucket has weight 0, and 0 * inf is nan.
+        return torch.where(weight_NB > 0, weight_NB * (log_NB - other_NB), 0.0)
+
+    if alpha == 0.0:
+        return expect(p_NB, logp_NB, logq_NB).sum(-1), q_NB - p_NB
+    if alpha == 1.0:
+        terms_NB = expect(q_NB, logq_NB, logp_NB)
+        divergence_N = terms_NB.sum(-1)
+        return divergence_N, terms_NB - q_NB * divergence_N[:, None]
+    logm_NB = ((1.0 - alpha) * q_NB + alpha * p_NB).log()
+    terms_NB = expect(q_NB, logq_NB, logm_NB)
+    to_student_N = terms_NB.sum(-1)
+    to_teacher_N = expect(p_NB, logp_NB, logm_NB).sum(-1)
+    grad_NB = (1.0 - alpha) * (terms_NB - q_NB * to_student_N[:, None])
+    return alpha * to_teacher_N + (1.0 - alpha) * to_student_N, grad_NB
+
+
 def _empty_stats(like: Tensor, num_rows: int) -> Stats:
     dtype = compute_dtype(like)
     zero = [torch.zeros(num_rows, dtype=dtype, device=like.device) for _ in range(3)]

@@ -42,11 +42,17 @@ def support_from_ids(ids_TK: Tensor, *, num_shard_columns: int, first_column: in
     column_TK = ids_TK - first_column
     here_TK = (ids_TK >= 0) & (column_TK >= 0) & (column_TK < num_shard_columns)
     # One column more than there are takes the ids that are not here, and is cut off again.
-    at_TK = torch.where(here_TK, column_TK, num_shard_columns)
-    keep_TV = torch.zeros(
-        (ids_TK.shape[0], num_shard_columns + 1), dtype=torch.bool, device=ids_TK.device
-    )
-    return pack_support(keep_TV.scatter_(1, at_TK.long(), True)[:, :num_shard_columns])
+    at_TK = torch.where(here_TK, column_TK, num_shard_columns).long()
+    num_rows, words = ids_TK.shape[0], (num_shard_columns + 31) // 32
+    support_TW = torch.zeros((num_rows, words), dtype=torch.int32, device=ids_TK.device)
+    rows = max(1, _CHUNK_ELEMENTS // (num_shard_columns + 1))
+    for start in range(0, num_rows, rows):
+        at_CK = at_TK[start : start + rows]
+        keep_CV = torch.zeros(
+            (at_CK.shape[0], num_shard_columns + 1), dtype=torch.bool, device=ids_TK.device
+        ).scatter_(1, at_CK, True)
+        support_TW[start : start + rows] = pack_support(keep_CV[:, :num_shard_columns])
+    return support_TW
 
 
 @torch.no_grad()

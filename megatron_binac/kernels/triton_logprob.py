@@ -34,6 +34,7 @@ ACCUMULATE = {
 }
 LOGITS = Tile(blocks={"BT": 1, "BV": 2048}, num_warps=4)
 MERGE = Tile(blocks={"BT": 128}, num_warps=4)
+BUCKET_ELEMENTS = 1024
 
 if INTERPRET:
     # The interpreter pays for each program and each element: tiles are large, and `fit` trims them.
@@ -482,6 +483,53 @@ def _logits_grad_kernel(
     tl.store(out_at, dz.to(out_ptr.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _bucket_divergence_kernel(
+    student_ptr,  # [N, B]
+    teacher_ptr,  # [N, B]
+    divergence_ptr,  # [N]
+    grad_ptr,  # [N, B]
+    N,
+    num_buckets,
+    alpha,
+    BT: tl.constexpr,
+    BB: tl.constexpr,
+    FORWARD: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    n = tl.program_id(0) * BT + tl.arange(0, BT)
+    b = tl.arange(0, BB)
+    ok = (n < N)[:, None] & (b < num_buckets)[None, :]
+    at = n.to(tl.int64)[:, None] * num_buckets + b[None, :]
+    # Rows past the end are made of zeros, so that their softmax is a number.
+    rest = tl.where((n < N)[:, None] & (b >= num_buckets)[None, :], float("-inf"), 0.0)
+    u = tl.where(ok, tl.load(student_ptr + at, mask=ok, other=0.0).to(tl.float32), rest)
+    v = tl.where(ok, tl.load(teacher_ptr + at, mask=ok, other=0.0).to(tl.float32), rest)
+    u = u - tl.max(u, 1)[:, None]
+    v = v - tl.max(v, 1)[:, None]
+    logq = u - tl.log(tl.sum(tl.exp(u), 1))[:, None]
+    logp = v - tl.log(tl.sum(tl.exp(v), 1))[:, None]
+    q = tl.exp(logq)
+    p = tl.exp(logp)
+    # An empty bucket has weight 0, and 0 * inf is nan.
+    if FORWARD:
+        divergence = tl.sum(tl.where(p == 0.0, 0.0, p * (logp - logq)), 1)
+        grad = q - p
+    elif REVERSE:
+        terms = tl.where(q == 0.0, 0.0, q * (logq - logp))
+        divergence = tl.sum(terms, 1)
+        grad = terms - q * divergence[:, None]
+    else:
+        logm = tl.log((1.0 - alpha) * q + alpha * p)
+        terms = tl.where(q == 0.0, 0.0, q * (logq - logm))
+        to_student = tl.sum(terms, 1)
+        to_teacher = tl.sum(tl.where(p == 0.0, 0.0, p * (logp - logm)), 1)
+        divergence = alpha * to_teacher + (1.0 - alpha) * to_student
+        grad = (1.0 - alpha) * (terms - q * to_student[:, None])
+    tl.store(divergence_ptr + n, divergence, mask=n < N)
+    tl.store(grad_ptr + at, grad, mask=ok)
+
+
 def linear_stats(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -777,6 +825,32 @@ def logits_grad(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def bucket_divergence(
+    student_NB: Tensor, teacher_NB: Tensor, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.bucket_divergence``; one row of buckets is one tile."""
+    num_rows, num_buckets = student_NB.shape
+    width = triton.next_power_of_2(num_buckets)
+    blocks = {"BT": max(1, BUCKET_ELEMENTS // width), "BB": width}
+    divergence_N = torch.empty(num_rows, dtype=torch.float32, device=student_NB.device)
+    grad_NB = torch.empty((num_rows, num_buckets), dtype=torch.float32, device=student_NB.device)
+    if num_rows:
+        _bucket_divergence_kernel[(triton.cdiv(num_rows, blocks["BT"]),)](
+            student_NB.contiguous(),
+            teacher_NB.contiguous(),
+            divergence_N,
+            grad_NB,
+            num_rows,
+            num_buckets,
+            alpha,
+            **blocks,
+            FORWARD=alpha == 0.0,
+            REVERSE=alpha == 1.0,
+            num_warps=4,
+        )
+    return divergence_N, grad_NB
 
 
 def _unit_columns(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class VocabBackend(Protocol):
     linear_grads: Any
     logits_stats: Any
     logits_grad: Any
+    bucket_divergence: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from megatron_binac.kernels import (
     pack_support,
     sampling_support,
     token_logprob,
+    topk_divergence,
     unpack_support,
 )
 
@@ -151,6 +152,24 @@ def check_support(group: dist.ProcessGroup) -> None:
         assert torch.equal(unpack_support(part, width), whole[:, first : first + width])
 
 
+def check_topk(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(6)
+    student, teacher = 2 * torch.randn(2, 6, 64)
+    mask = torch.tensor([True, True, False, True, True, False])
+    first = group.rank() * (64 // group.size())
+    columns = slice(first, first + 64 // group.size())
+    for alpha in (0.0, 0.5, 1.0):
+        whole = student.double().requires_grad_()
+        options = {"top_k": 9, "alpha": alpha, "num_real_columns": 50, "mask_T": mask}
+        want = topk_divergence(whole, teacher.double(), **options)
+        (want * torch.arange(6)).sum().backward()
+        part = student[:, columns].clone().requires_grad_()
+        got = topk_divergence(part, teacher[:, columns], tp_group=group, **options)
+        (got * torch.arange(6)).sum().backward()
+        near(got.detach(), want.detach(), 1e-5, "divergence")
+        near(part.grad, whole.grad[:, columns], 1e-5, "grad of the student's logits")
+
+
 def main() -> None:
     rank, world_size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -188,6 +207,7 @@ def main() -> None:
                 bounds=bounds,
             )  # fmt: skip
         check_support(group)
+        check_topk(group)
         print(f"rank {rank}: tp {size} ok", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -85,7 +85,7 @@ class Heap {
   std::vector<Key> keys_;
 };
 
-// Set of integers in [0, size) with "least member >= x": one bit each, and a bit for every 64 below.
+// Set of integers in [0, size) with the nearest member above or below: one bit each, and a bit for every 64 below.
 class BitTree {
  public:
   explicit BitTree(i64 size) {
@@ -114,7 +114,7 @@ class BitTree {
     }
   }
 
-  // -1 where there is none.
+  // Least member >= x, -1 where there is none.
   i64 successor(i64 x) const {
     for (int d = 0; d < depth_; ++d) {
       const i64 at = x >> 6;
@@ -129,6 +129,23 @@ class BitTree {
         return x;
       }
       x = at + 1;
+    }
+    return -1;
+  }
+
+  // Greatest member <= x, -1 where there is none; x may be -1.
+  i64 predecessor(i64 x) const {
+    for (int d = 0; d < depth_ && x >= 0; ++d) {
+      const std::uint64_t at_or_before = levels_[d][x >> 6] << (63 - (x & 63));
+      if (at_or_before != 0) {
+        x -= __builtin_clzll(at_or_before);
+        while (d > 0) {
+          --d;
+          x = (x << 6) + 63 - __builtin_clzll(levels_[d][x]);
+        }
+        return x;
+      }
+      x = (x >> 6) - 1;
     }
     return -1;
   }
@@ -310,6 +327,95 @@ class CheapestBin {
   std::vector<i64> cost_;
   std::vector<i32> winner_;  // of the knock-out below each node; the leaves are the bins
 };
+
+// Bins filled one after the other, each around the largest item that is left, with what fills it best
+// among kBinSearch combinations in descending weight (minimum bin slack). Slower than best fit, and
+// better where a bin holds few items.
+class BinCompletion {
+ public:
+  BinCompletion(const std::vector<i32>& weights, i64 limit)
+      : weights_(weights), count_(limit + 1, 0), next_(limit + 1, 0), present_(limit + 1) {
+    for (std::size_t k = weights.size(); k-- > 0;) {
+      ++count_[weights[k]];
+      next_[weights[k]] = static_cast<i32>(k);  // items of one weight lie side by side
+      present_.insert(weights[k]);
+    }
+    limit_ = limit;
+  }
+
+  // Bin of each item, and the number of bins.
+  i64 run(std::vector<i32>& bin_of) {
+    bin_of.resize(weights_.size());
+    i32 bin = 0;
+    for (i64 largest; (largest = present_.predecessor(limit_)) > 0; ++bin) {
+      take(largest);
+      bin_of[next_[largest]++] = bin;
+      best_room_ = limit_ - largest;
+      best_.clear();
+      chosen_.clear();
+      looked_at_ = 0;
+      search(best_room_, limit_);
+      for (const i32 weight : best_) {
+        take(weight);
+        bin_of[next_[weight]++] = bin;
+      }
+    }
+    return bin;
+  }
+
+ private:
+  void take(i64 weight) {
+    if (--count_[weight] == 0) present_.erase(weight);
+  }
+
+  void put_back(i64 weight) {
+    if (count_[weight]++ == 0) present_.insert(weight);
+  }
+
+  bool done() const { return best_room_ == 0 || looked_at_ >= kBinSearch; }
+
+  void search(i64 room, i64 largest) {
+    ++looked_at_;
+    if (room < best_room_) {
+      best_room_ = room;
+      best_ = chosen_;
+    }
+    for (i64 weight = present_.predecessor(std::min(room, largest)); weight > 0 && !done();
+         weight = present_.predecessor(weight - 1)) {
+      take(weight);
+      chosen_.push_back(static_cast<i32>(weight));
+      search(room - weight, weight);
+      chosen_.pop_back();
+      put_back(weight);
+    }
+  }
+
+  const std::vector<i32>& weights_;
+  std::vector<i32> count_;
+  std::vector<i32> next_;
+  BitTree present_;
+  i64 limit_ = 0;
+  i64 best_room_ = 0;
+  int looked_at_ = 0;
+  std::vector<i32> best_;
+  std::vector<i32> chosen_;
+};
+
+// Bin of each item by the better of the two packings, and the number of bins. The second is tried where
+// it could spare a micro-batch and at least one bin in 1000.
+i64 pack(const std::vector<i32>& weights, i64 limit, i64 bound, i64 num_ranks,
+         i64 microbatch_multiple, std::vector<i32>& bin_of) {
+  const i64 best_fit = best_fit_decreasing(weights, limit, bin_of);
+  const i64 step = num_ranks * microbatch_multiple;
+  if (ceil_div(best_fit, step) <= ceil_div(bound, step) || (best_fit - bound) * 1000 <= bound) {
+    return best_fit;
+  }
+  std::vector<i32> other;
+  const i64 completed = BinCompletion(weights, limit).run(other);
+  if (completed >= best_fit) return best_fit;
+  bin_of = std::move(other);
+  return completed;
+}
 
 struct AsideBin {
   i64 room;
@@ -712,8 +818,10 @@ Plan plan(View<i64> lengths, View<double> costs, View<i64> units_view, View<i32>
       items[p].weights[k] = static_cast<i32>(units.weights[pools[p][k]]);
       items[p].costs[k] = units.costs[pools[p][k]];
     }
-    out.lower_bound += lower_bound(items[p].weights, room);
-    num_packed[p] = best_fit_decreasing(items[p].weights, room, packed[p]);
+    const i64 bound = lower_bound(items[p].weights, room);
+    num_packed[p] = pack(items[p].weights, room, bound, ranks_per_pool, microbatch_multiple,
+                         packed[p]);
+    out.lower_bound += bound;
     out.num_bins += num_packed[p];
     most = std::max(most, ceil_div(num_packed[p], ranks_per_pool));
   }

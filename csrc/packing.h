@@ -16,6 +16,8 @@ constexpr std::int64_t kMaxRoom = std::int64_t{1} << 24;
 constexpr std::int64_t kMaxBins = std::int64_t{1} << 26;
 // Units times sets up to which plain largest differencing, quadratic in both, is tried as well.
 constexpr std::int64_t kSmall = std::int64_t{1} << 17;
+// Partial fillings that are looked at to complete one bin.
+constexpr int kBinSearch = 128;
 
 // A vector that somebody else owns.
 template <typename T>

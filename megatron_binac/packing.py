@@ -55,7 +55,7 @@ def _load_core() -> tuple[ModuleType, str]:
         if wish == "cpp":
             raise
         logger.warning(
-            "packing runs on the plain Python reference, some hundred times slower: the C++ "
+            "packing runs on the plain Python reference, 50 to 100 times slower: the C++ "
             "extension megatron_binac._C could not be loaded (%s). Install a C++17 compiler and "
             "run pip install again with -v to see why it was not built.",
             error,

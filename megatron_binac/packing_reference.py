@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 
 import numpy as np
 
 SMALL = 2**17
 """Units times sets up to which plain largest differencing, quadratic in both, is tried as well."""
+
+BIN_SEARCH = 128
+"""Partial fillings that are looked at to complete one bin."""
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -95,6 +98,72 @@ def best_fit_decreasing(
         bins[index].append(unit)
         put_back(index, room - weight)
     return bins
+
+
+def complete_bins(order: Sequence[int], weights_U: Sequence[int], limit: int) -> list[list[int]]:
+    """Bins of units, each filled around the largest unit left with what fills it best.
+
+    Looks at BIN_SEARCH fillings of a bin in descending weight (minimum bin slack). Slower than best
+    fit, and better where a bin holds few units.
+    """
+    left: dict[int, list[int]] = {}  # units of each weight, the next one last
+    for unit in reversed(order):
+        left.setdefault(weights_U[unit], []).append(unit)
+    count = {weight: len(units) for weight, units in left.items()}
+    sizes = sorted(left)
+    bins: list[list[int]] = []
+    chosen: list[int] = []
+    best: list[int] = []
+    best_room = looked_at = 0
+
+    def search(room: int, largest: int) -> None:
+        nonlocal best, best_room, looked_at
+        looked_at += 1
+        if room < best_room:
+            best_room, best = room, list(chosen)
+        at = bisect_right(sizes, min(room, largest)) - 1
+        while at >= 0 and best_room > 0 and looked_at < BIN_SEARCH:
+            weight = sizes[at]
+            if count[weight]:
+                count[weight] -= 1
+                chosen.append(weight)
+                search(room - weight, weight)
+                chosen.pop()
+                count[weight] += 1
+            at -= 1
+
+    while sizes:
+        largest = sizes[-1]
+        count[largest] -= 1
+        best, best_room, looked_at = [], limit - largest, 0
+        search(best_room, limit)
+        for weight in best:
+            count[weight] -= 1
+        bins.append([left[weight].pop() for weight in (largest, *best)])
+        for weight in {largest, *best}:
+            if not count[weight]:
+                del sizes[bisect_left(sizes, weight)]
+    return bins
+
+
+def pack(
+    order: Sequence[int],
+    weights_U: Sequence[int],
+    limit: int,
+    bound: int,
+    num_ranks: int,
+    microbatch_multiple: int,
+) -> list[list[int]]:
+    """The better of the two packings.
+
+    The second is tried where it could spare a micro-batch and at least one bin in 1000.
+    """
+    bins = best_fit_decreasing(order, weights_U, limit)
+    step = num_ranks * microbatch_multiple
+    if -(-len(bins) // step) <= -(-bound // step) or (len(bins) - bound) * 1000 <= bound:
+        return bins
+    completed = complete_bins(order, weights_U, limit)
+    return completed if len(completed) < len(bins) else bins
 
 
 def spread(
@@ -331,9 +400,12 @@ def plan(
         pools = [[] for _ in range(dp_size)]
         for unit in order:
             pools[int(ranks_S[members[unit][0]])].append(unit)
-    packed = [best_fit_decreasing(pool, weights_U, limit) for pool in pools]
-    bound = sum(lower_bound([weights_U[u] for u in pool], limit) for pool in pools)
     ranks_per_pool = dp_size // len(pools)
+    bound_of = [lower_bound([weights_U[u] for u in pool], limit) for pool in pools]
+    packed = [
+        pack(pool, weights_U, limit, bound, ranks_per_pool, microbatch_multiple)
+        for pool, bound in zip(pools, bound_of, strict=True)
+    ]
     most = max(-(-len(bins) // ranks_per_pool) for bins in packed)
     num_microbatches = align_up(max(most, 1), microbatch_multiple)
 
@@ -359,7 +431,7 @@ def plan(
         np.asarray(tokens_B, dtype=np.int64),
         np.asarray(all_costs_B, dtype=np.int64),
         sum(len(bins) for bins in packed),
-        bound,
+        sum(bound_of),
     )
 
 

@@ -230,6 +230,13 @@ def test_first_fit_is_not_next_fit(twin: str) -> None:
     assert (stats.num_bins, stats.lower_bound, stats.num_microbatches) == (2, 2, 2)
 
 
+def test_bins_are_completed_where_best_fit_wastes_one(twin: str) -> None:
+    """Best fit makes [5, 4], [4, 3, 2], [2]; two bins of ten will do: [5, 3, 2], [4, 4, 2]."""
+    plan = packing.plan([5, 4, 4, 3, 2, 2], capacity=10)
+    assert plan.stats.num_bins == 2
+    assert sorted(as_lists(plan)[0]) == [[0, 3, 4], [1, 2, 5]]
+
+
 def test_ranks_agree_on_the_number_of_microbatches(twin: str) -> None:
     plan = packing.plan([10, 10, 10, 10], capacity=10, dp_size=2, ranks=[0, 1, 1, 1])
     assert plan.num_microbatches == 3

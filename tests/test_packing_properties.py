@@ -216,7 +216,7 @@ def test_lower_bound_and_packing_enclose_the_optimum(
         stats = packing.plan(lengths, capacity=capacity).stats
     optimum = fewest_bins(sorted(lengths, reverse=True), capacity)
     assert stats.lower_bound <= optimum <= stats.num_bins
-    assert stats.num_bins <= 11 / 9 * optimum + 6 / 9  # the guarantee of best-fit decreasing
+    assert stats.num_bins <= 11 / 9 * optimum + 6 / 9  # what best-fit decreasing is proved to keep
     assert stats.lower_bound >= 2 / 3 * optimum  # and of the bound
 
 
@@ -408,7 +408,7 @@ anything = st.one_of(
 )
 
 
-@both_twins
+@pytest.mark.parametrize("core", TWINS[1:])  # the checks are in front of both
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(
@@ -441,14 +441,15 @@ def length_laws(num: int, capacity: int) -> dict[str, np.ndarray]:
 @pytest.mark.skipif(extension is None, reason="the extension was not built")
 @pytest.mark.parametrize("law", ["log-normal", "heavy tail", "bimodal"])
 @pytest.mark.parametrize("dp_size", [1, 8, 64])
-def test_fill_and_balance_on_length_laws(law: str, dp_size: int) -> None:
-    lengths = length_laws(100_000, 32768)[law]
+@pytest.mark.parametrize("capacity", [4096, 32768])
+def test_fill_and_balance_on_length_laws(law: str, dp_size: int, capacity: int) -> None:
+    lengths = length_laws(100_000, capacity)[law]
     model = CostModel.from_shape(
         num_layers=24, hidden=2048, ffn=8192, heads=16, kv_heads=8, vocab=128000
     )
     with running(extension):
-        stats = packing.plan(lengths, capacity=32768, dp_size=dp_size, costs=model).stats
-    assert stats.num_bins <= 1.01 * stats.lower_bound
-    assert stats.num_microbatches < 1.01 * stats.lower_bound + dp_size
-    assert stats.rank_balance <= 1.01
+        stats = packing.plan(lengths, capacity=capacity, dp_size=dp_size, costs=model).stats
+    assert stats.num_bins <= 1.005 * stats.lower_bound
+    assert stats.num_microbatches < 1.005 * stats.lower_bound + dp_size
+    assert stats.rank_balance <= 1.005
     assert stats.fill == 1.0

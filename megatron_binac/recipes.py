@@ -33,7 +33,7 @@ def quickstart() -> Config:
         max_generated_tokens=400_000,
         actor=RoleConfig(
             model=ModelConfig(
-                num_layers=2, hidden_size=96, ffn_hidden_size=256, max_sequence_length=40
+                num_layers=2, hidden_size=128, ffn_hidden_size=336, max_sequence_length=40
             ),
             optimizer=OptimizerConfig(lr=2e-4, warmup_steps=5),
             loss=LossConfig(kl_coef=1e-3),
@@ -58,8 +58,8 @@ def quickstart() -> Config:
         bilevel=BilevelConfig(lam=0.1, actor_steps_per_critic_step=1),
         task=TaskConfig(name="checksum", options={"easy_share": 0.5}),
         warm_start=WarmStartConfig(
-            actor=RoleWarmStart(steps=600, stop_loss=0.2, batch=96, lr=3e-3),
-            critic=RoleWarmStart(steps=400, stop_loss=0.15, batch=32, lr=1.5e-3),
+            actor=RoleWarmStart(steps=600, stop_loss=0.12, batch=96, lr=2e-3),
+            critic=RoleWarmStart(steps=400, stop_loss=0.18, batch=32, lr=1.5e-3),
         ),
         eval=EvalConfig(every=10, num_prompts=512),
     )

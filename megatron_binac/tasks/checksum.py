@@ -115,7 +115,7 @@ class Checksum:
         """
         rng = self._rng("supervised", role, index)
         n = self.num_digits
-        if role == "actor" and index % 4 == 0:
+        if role == "actor" and index % 6 == 0:
             digits = self._draw(rng, (1, 2), "train")
             return (
                 Segment(speaker="user", text="".join(map(str, digits)), is_target=False),

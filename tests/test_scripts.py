@@ -186,8 +186,9 @@ def test_ci_takes_data_that_lies_beside_the_checkout(checkout: Checkout) -> None
 
 def test_quickstart_trains_side_by_side_and_reports_in_order(checkout: Checkout) -> None:
     code, output = checkout.run(
-        "tools/quickstart.sh", "--run-dir", "out", "--jobs", "2", "--", "--set", "num_steps=3"
-    )
+        "tools/quickstart.sh", "--run-dir", "out", "--jobs", "2", "--nproc", "1", "--",
+        "--set", "num_steps=3",
+    )  # fmt: skip
     assert code == 0, output
     names = ["quickstart", "quickstart_grpo", "quickstart_fixed_critic", "quickstart_joint"]
     starts = checkout.calls("start -m")
@@ -217,6 +218,15 @@ def test_quickstart_gives_several_ranks_the_machine(checkout: Checkout) -> None:
     assert sorted(c.split()[4] for c in checkout.calls("start -m")) == ["a", "b", "c"]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no split by default")
+def test_quickstart_splits_the_first_recipe_over_two_ranks(checkout: Checkout) -> None:
+    code, _ = checkout.run("tools/quickstart.sh", "--recipes", "a b")
+    assert code == 0
+    layout = "--nproc 2 --actor-tp 2 --critic-pp 2"
+    split = {c.split()[4]: layout in c for c in checkout.calls("start -m")}
+    assert split == {"a": True, "b": False}
+
+
 def test_quickstart_names_the_recipe_that_failed(checkout: Checkout) -> None:
     code, output = checkout.run("tools/quickstart.sh", "--recipes", "a bad b", "--jobs", "1")
     assert code == 1
@@ -231,8 +241,9 @@ def test_quickstart_hands_a_signal_on_once_and_says_how_to_go_on(
     checkout: Checkout, number: signal.Signals, name: str
 ) -> None:
     process = checkout.start(
-        "tools/quickstart.sh", "--run-dir", "out", "--recipes", "slow slow later", "--jobs", "2"
-    )
+        "tools/quickstart.sh", "--run-dir", "out", "--recipes", "slow slow later", "--jobs", "2",
+        "--nproc", "1",
+    )  # fmt: skip
     checkout.wait_for("start -m", 2)
     time.sleep(0.3)
     # As a terminal does it: the whole foreground group gets Ctrl-C.

@@ -8,7 +8,8 @@
 #   --run-dir      folder of the runs (default runs/quickstart-TIME); a folder of an interrupted
 #                  quickstart is continued from its checkpoints
 #   --jobs         recipes trained side by side (default: one a core, at most 4)
-#   --nproc        ranks of the first recipe; above 1 it runs alone, before the others
+#   --nproc        ranks of the first recipe (default 2 where there are two cores, actor split by
+#                  tensor, critic by pipeline); above 1 it runs alone, before the others
 #   --recipes      what is trained, compared and reported
 #   --torch-index  where a CPU build of torch is found, if pip's own places have none
 set -euo pipefail
@@ -16,7 +17,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-python="" torch_index="" run_dir="" nproc=1 jobs=""
+python="" torch_index="" run_dir="" nproc="" jobs=""
 recipes="quickstart quickstart_grpo quickstart_fixed_critic quickstart_joint"
 while (($#)); do
   case $1 in
@@ -32,12 +33,12 @@ while (($#)); do
     --nproc=*) nproc=${1#*=}; shift ;;
     --recipes) recipes=${2:?--recipes needs names}; shift 2 ;;
     --recipes=*) recipes=${1#*=}; shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --) shift; break ;;
     *) die "unknown argument $1; see tools/quickstart.sh --help (arguments of binac train go after --)" ;;
   esac
 done
-for number in "$nproc" "${jobs:-1}"; do
+for number in "${nproc:-1}" "${jobs:-1}"; do
   [[ $number =~ ^[1-9][0-9]*$ ]] || die "--jobs and --nproc take a positive number, got $number"
 done
 
@@ -47,6 +48,11 @@ cd "$ROOT"
 run_dir=${run_dir:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
 cores=$("$PY" -c 'import os; print(len(os.sched_getaffinity(0)))')
 jobs=${jobs:-$((cores < 4 ? cores : 4))}
+split=()
+if [[ -z $nproc ]]; then
+  nproc=$((cores < 2 ? 1 : 2))
+  ((nproc == 1)) || split=(--actor-tp 2 --critic-pp 2)
+fi
 # Thread pools that together exceed the cores slow each other down by a factor.
 threads=${OMP_NUM_THREADS:-$((cores > jobs ? cores / jobs : 1))}
 read -r -a names <<<"$recipes"
@@ -101,7 +107,8 @@ training_started=$SECONDS
 for index in "${!names[@]}"; do
   [[ -z $stopping ]] || break
   if ((index == 0 && nproc > 1)); then
-    threads=$((cores > nproc ? cores / nproc : 1)) start "${names[index]}" --nproc "$nproc" "$@"
+    threads=$((cores > nproc ? cores / nproc : 1)) start "${names[index]}" --nproc "$nproc" \
+      "${split[@]}" "$@"
     wait_below 1
   else
     wait_below "$jobs"

@@ -20,11 +20,6 @@ def read_version() -> str:
     return match.group(1)
 
 
-def read_readme() -> str:
-    readme = ROOT / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.exists() else ""
-
-
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=2).install()
 
 # optional: without a compiler the package still installs, and megatron_binac.packing logs that it
@@ -46,10 +41,10 @@ setup(
         "Bilevel reinforcement learning of an actor and a critic that writes feedback, "
         "on Megatron-Core"
     ),
-    long_description=read_readme(),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE*"],
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_binac", "megatron_binac.*"]),
     package_data={"megatron_binac": ["py.typed", "**/*.json", "**/*.html", "**/*.txt"]},

@@ -26,6 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from megatron_binac.algo.losses import PolicyLossConfig
+from megatron_binac.kernels import triton_logprob, triton_policy_loss, triton_segment
+from megatron_binac.kernels.credit import CreditWeights, TreeRewards
+from megatron_binac.kernels.reference import Cotangent, Shard
+
 ARCHES = ("sm_80", "sm_90", "sm_100")
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma"}
 OPTIONS = ("num_warps", "num_stages")
@@ -57,10 +62,13 @@ class Launch:
     def name(self) -> str:
         """Kernel, input dtype, and what was specialised: options that are on, strides of 1."""
         first = next(kind for _, kind in self.types if kind.startswith("*"))
+        written = dict(self.types).get("out_ptr")
+        to = [f"to {written[1:]}"] if written is not None else []
         on = [name.lower() for name, value in self.constants if value is True]
         unit = [f"{name}=1" for name, value in self.constants if value is not True and value == 1]
         base = self.kernel.__name__.strip("_").removesuffix("_kernel")
-        return " ".join([base, first[1:], *on, *(name for name in unit if name.startswith("s"))])
+        strides = [name for name in unit if name.startswith("stride")]
+        return " ".join([base, first[1:], *to, *on, *strides])
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -212,3 +220,126 @@ def _ask_ptxas(ptx: str, capability: int) -> tuple[int, int, int]:
     if done.returncode != 0 or spills is None or used is None:
         raise RuntimeError(f"ptxas {target[1]} said: {done.stderr.strip()[-500:]}")
     return int(used[1]), int(spills[1]), int(spills[2])
+
+
+def default_launches(
+    *, num_tokens: int = 8192, num_columns: int = 128_256, width: int = 4096
+) -> list[Launch]:
+    """Every kernel as training launches it, on meta tensors: bfloat16 and float32, masked rows or
+    none, with and without entropy, one launch of every other kernel with all its options on."""
+    with recording(triton_logprob, triton_policy_loss, triton_segment) as launches:
+        for dtype in (torch.bfloat16, torch.float32):
+            for masked in (False, True):
+                for with_entropy in (False, True):
+                    _launch_logprob(num_tokens, num_columns, width, dtype, masked, with_entropy)
+        _launch_logprob(
+            num_tokens, num_columns, width, torch.bfloat16, True, True, with_support=True
+        )
+        _launch_logprob(num_tokens, 32_003, width + 16, torch.bfloat16, True, True)
+        _launch_policy_loss(num_tokens)
+        _launch_segments(num_tokens)
+    return launches
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launch_logprob(
+    num_tokens: int,
+    num_columns: int,
+    width: int,
+    dtype: torch.dtype,
+    masked: bool,
+    with_entropy: bool,
+    with_support: bool = False,
+) -> None:
+    hidden_TH, weight_VH = (
+        _meta(num_tokens, width, dtype=dtype),
+        _meta(num_columns, width, dtype=dtype),
+    )
+    labels_N = _meta(num_tokens, dtype=torch.int64)
+    rows_N = _meta(num_tokens, dtype=torch.int64) if masked else None
+    words = (num_columns + 31) // 32
+    support_NW = _meta(num_tokens, words, dtype=torch.int32) if with_support else None
+    logits_TV = _meta(num_tokens, num_columns, dtype=dtype)
+    shard = Shard(first_column=0, num_columns=num_columns, inv_temperature=0.7)
+    cotangent = Cotangent(
+        log_sum_exp_N=_meta(num_tokens),
+        entropy_N=_meta(num_tokens),
+        grad_logprob_N=_meta(num_tokens),
+        grad_entropy_N=_meta(num_tokens) if with_entropy else None,
+    )
+    on_support = {"support_NW": support_NW}
+    triton_logprob.linear_stats(
+        hidden_TH, weight_VH, labels_N, rows_N, shard,
+        with_entropy=with_entropy, chunk_size=None, **on_support,
+    )  # fmt: skip
+    # Into a float32 main_grad, and into a gradient of the weight's own dtype.
+    for grad_dtype in {torch.float32, dtype}:
+        triton_logprob.linear_grads(
+            hidden_TH, weight_VH, labels_N, rows_N, shard, cotangent, chunk_size=None,
+            grad_hidden_TH=torch.empty_like(hidden_TH),
+            grad_weight_VH=torch.empty_like(weight_VH, dtype=grad_dtype), **on_support,
+        )  # fmt: skip
+    triton_logprob.logits_stats(
+        logits_TV, labels_N, rows_N, shard, with_entropy=with_entropy, **on_support
+    )
+    triton_logprob.logits_grad(
+        logits_TV, labels_N, rows_N, shard, cotangent,
+        grad_logits_TV=torch.empty_like(logits_TV), **on_support,
+    )  # fmt: skip
+
+
+def _launch_policy_loss(num_tokens: int) -> None:
+    token = _meta(num_tokens)
+    options: list[dict[str, Any]] = [
+        {},
+        {"dual_clip": 3.0, "engine_is_cap": 2.0, "entropy_coef": 0.01},
+        {"ratio": "sequence", "dual_clip": 3.0, "engine_is_cap": 2.0, "entropy_coef": 0.01},
+        {"ratio": "none", "kl_estimator": "k2"},
+        {"ratio": "none", "kl_estimator": "k1_score"},
+    ]
+    for index, option in enumerate(options):
+        everything = index in (1, 2)
+        triton_policy_loss.policy_loss(
+            token,
+            token,
+            token,
+            token.bool(),
+            PolicyLossConfig(**option),
+            ref_logprob_T=token,
+            engine_logprob_T=token if everything else None,
+            entropy_T=token if everything else None,
+            cu_seqlens=_meta(17, dtype=torch.int32),
+            weight_T=token if everything else None,
+            diagnostics=everything,
+        )
+
+
+def _launch_segments(num_tokens: int) -> None:
+    P, G, C, F, M = 64, 8, 4, 4, 2
+    for kind in ("mean_centered", "leave_one_out", "std_normalized", "mean_normalized"):
+        rows = _meta(P * G)
+        triton_segment.group_advantage(rows, rows.long(), rows.bool(), kind)
+    trees = TreeRewards(
+        reward_PG=_meta(P, G),
+        valid_PG=_meta(P, G, dtype=torch.bool),
+        criticised_PC=_meta(P, C, dtype=torch.int64),
+        reward_PCFM=_meta(P, C, F, M),
+        valid_PCFM=_meta(P, C, F, M, dtype=torch.bool),
+        probe_PCFM=_meta(P, C, F, M),
+        probe_valid_PCFM=_meta(P, C, F, M, dtype=torch.bool),
+        feedback_valid_PCF=_meta(P, C, F, dtype=torch.bool),
+        weight_PC=_meta(P, C),
+        agrees_PCF=_meta(P, C, F),
+        leaks_PCF=_meta(P, C, F),
+    )
+    everything = CreditWeights(improvement_weight=0.1, discrimination_coef=0.1, leak_coef=0.1)
+    for weights in (CreditWeights(), everything):
+        triton_segment.tree_credit(trees, weights)
+    bounds, token = _meta(17, dtype=torch.int32), _meta(num_tokens)
+    triton_segment.spread_to_tokens(_meta(16), bounds, token.bool())
+    triton_segment.gae(token, token, bounds, 0.99, 0.95, token.bool())
+    for alpha in (0.0, 0.5, 1.0):
+        triton_logprob.bucket_divergence(_meta(num_tokens, 101), _meta(num_tokens, 101), alpha)

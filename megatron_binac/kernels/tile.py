@@ -28,7 +28,7 @@ class Tile:
         if not INTERPRET:
             return self
         blocks = {
-            name: min(block, max(16, triton.next_power_of_2(sizes.get(name, block))))
+            name: min(block, max(32, triton.next_power_of_2(sizes.get(name, block))))
             for name, block in self.blocks.items()
         }
         return Tile(blocks=blocks, num_warps=self.num_warps, num_stages=self.num_stages)

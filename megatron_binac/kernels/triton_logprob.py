@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_binac.kernels.reference import Cotangent, Shard, Stats
+from megatron_binac.kernels.reference import (
+    BACKWARD_COLUMNS,
+    BACKWARD_ROWS,
+    Cotangent,
+    Shard,
+    Stats,
+)
 from megatron_binac.kernels.tile import INTERPRET, Tile
 
 # By the bytes of an element: float32 has no exact matrix instruction, so its tiles are sized for
@@ -44,8 +50,6 @@ if INTERPRET:
 
 GROUP_T = 16
 MAX_SPLITS = 16
-DLOGITS_ROWS = 1024
-DLOGITS_COLUMNS = 8192
 
 
 @triton.jit
@@ -111,18 +115,24 @@ def _restrict(
     support_ptr,  # [N, W] int32
     n,
     row_ok,
+    v0,  # first column of the tile, a multiple of 32
+    V,
     col,
     col_ok,
     label,
     stride_support,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
     HAS_SUPPORT: tl.constexpr,
 ):
     """Padding and columns off the support become -inf; the label was sampled, so it stays."""
     keep = col_ok[None, :]
     if HAS_SUPPORT:
-        at = support_ptr + n.to(tl.int64)[:, None] * stride_support + (col // 32)[None, :]
-        word = tl.load(at, mask=row_ok[:, None] & col_ok[None, :], other=0)
-        on = ((word >> (col % 32)[None, :]) & 1) != 0
+        word_at = v0 // 32 + tl.arange(0, BV // 32)
+        at = support_ptr + n.to(tl.int64)[:, None] * stride_support + word_at[None, :]
+        word = tl.load(at, mask=row_ok[:, None] & (word_at * 32 < V)[None, :], other=0)
+        bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+        on = tl.reshape(bit, (BT, BV)) != 0
         keep = keep & (on | (col[None, :] == label[:, None]))
     return tl.where(keep, z, float("-inf"))
 
@@ -180,7 +190,8 @@ def _linear_stats_kernel(
         hit = (col[None, :] == label[:, None]) & col_ok[None, :]
         target += tl.sum(tl.where(hit, z, 0.0), 1)
         z = _restrict(
-            z, support_ptr, n, row_ok, col, col_ok, label, stride_support, HAS_SUPPORT
+            z, support_ptr, n, row_ok, v0, V, col, col_ok, label, stride_support,
+            BT, BV, HAS_SUPPORT,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(z, 1))
         # Nothing finite so far: shift by 0, as -inf - -inf is nan.
@@ -301,7 +312,8 @@ def _linear_dlogits_kernel(
     )  # fmt: skip
     label = (tl.load(labels_ptr + n, mask=row_ok, other=-1) - first_column).to(tl.int32)
     z = _restrict(
-        z * inv_temperature, support_ptr, n, row_ok, col, col_ok, label, stride_support, HAS_SUPPORT
+        z * inv_temperature, support_ptr, n, row_ok, v0 + pid_v * BV, v1, col, col_ok, label,
+        stride_support, BT, BV, HAS_SUPPORT,
     )  # fmt: skip
     hit = col[None, :] == label[:, None]
     lse = tl.load(lse_ptr + n, mask=row_ok, other=0.0)
@@ -403,8 +415,8 @@ def _logits_stats_kernel(
         ok = row_ok[:, None] & col_ok[None, :]
         z = tl.load(base + col[None, :], mask=ok, other=float("-inf")).to(tl.float32)
         z = _restrict(
-            z * inv_temperature, support_ptr, n, row_ok, col, col_ok, label, stride_support,
-            HAS_SUPPORT,
+            z * inv_temperature, support_ptr, n, row_ok, v0, V, col, col_ok, label, stride_support,
+            BT, BV, HAS_SUPPORT,
         )  # fmt: skip
         m_new = tl.maximum(m, z)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -467,7 +479,8 @@ def _logits_grad_kernel(
     z_at = logits_ptr + row[:, None] * stride_logits + col[None, :]
     z = tl.load(z_at, mask=ok, other=float("-inf")).to(tl.float32)
     z = _restrict(
-        z * inv_temperature, support_ptr, n, row_ok, col, col_ok, label, stride_support, HAS_SUPPORT
+        z * inv_temperature, support_ptr, n, row_ok, tl.program_id(1) * BV, V, col, col_ok, label,
+        stride_support, BT, BV, HAS_SUPPORT,
     )  # fmt: skip
     hit = col[None, :] == label[:, None]
     lse = tl.load(lse_ptr + n, mask=row_ok, other=0.0)
@@ -652,13 +665,15 @@ def backward_block(
 ) -> tuple[int, int]:
     """Rows and columns of the logit-gradient buffer of the backward.
 
-    1024 x 8192 by default: 16 MiB of bfloat16. A weight buffer that is not float32 is written once
-    for each column block, so there the block holds all rows and fewer columns.
+    1536 x 4096 by default (12 MiB of bfloat16), in row chunks of equal size. A weight buffer that
+    is not float32 is written once for each column block, so there the block holds all rows.
     """
     if sums_in_place:
-        return min(num_rows, chunk_size or DLOGITS_ROWS), min(num_columns, DLOGITS_COLUMNS)
-    columns = max(LINEAR[2].blocks["BV"], DLOGITS_ROWS * DLOGITS_COLUMNS // num_rows)
-    return num_rows, min(num_columns, columns)
+        chunks = triton.cdiv(num_rows, chunk_size or BACKWARD_ROWS)
+        rows = triton.cdiv(triton.cdiv(num_rows, chunks), 128) * 128
+        return min(num_rows, chunk_size or rows), min(num_columns, BACKWARD_COLUMNS)
+    columns = BACKWARD_ROWS * BACKWARD_COLUMNS // num_rows // 128 * 128
+    return num_rows, min(num_columns, max(128, columns))
 
 
 def _linear_dlogits(

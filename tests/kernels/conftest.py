@@ -11,14 +11,64 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+
+
+class PeakBytes(TorchDispatchMode):
+    """Most bytes of storage that were alive at once, beyond those alive before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.see(tensor.untyped_storage())
+        return out
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.alive:
+            return
+        self.alive[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.forget, key)
+
+    def forget(self, key: int) -> None:
+        self.now -= self.alive.pop(key, 0)
+
+    def own(self, *tensors: Tensor) -> None:
+        """Inputs and gradient buffers are not extra."""
+        for tensor in tensors:
+            self.alive[tensor.untyped_storage()._cdata] = 0
+
+
+@pytest.fixture
+def peak_extra_bytes() -> Callable[..., int]:
+    """(step, *inputs) -> most bytes alive at once beyond the inputs while the step runs."""
+
+    def count(step: Callable[[], None], *inputs: Tensor) -> int:
+        counter = PeakBytes()
+        counter.own(*inputs)
+        with counter:
+            step()
+        return counter.peak
+
+    return count
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,12 @@ products (2^-6; its interpreter cuts bits off where a GPU rounds).
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_binac.kernels import (
     logprob_from_logits,
@@ -449,48 +447,7 @@ def test_shapes_and_dtypes_are_checked() -> None:
         logprob_from_logits(torch.zeros(2, 8), labels)
 
 
-class PeakBytes(TorchDispatchMode):
-    """Most bytes of storage that were alive at once, beyond those alive before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.see(tensor.untyped_storage())
-        return out
-
-    def see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.alive:
-            return
-        self.alive[key] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.forget, key)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.alive.pop(key, 0)
-
-    def own(self, *tensors: Tensor) -> None:
-        """Inputs and gradient buffers are not extra."""
-        for tensor in tensors:
-            self.alive[tensor.untyped_storage()._cdata] = 0
-
-
-def peak_extra_bytes(step: Callable[[], None], *inputs: Tensor) -> int:
-    counter = PeakBytes()
-    counter.own(*inputs)
-    with counter:
-        step()
-    return counter.peak
-
-
-def test_peak_bytes_counts_what_is_alive() -> None:
+def test_peak_bytes_counts_what_is_alive(peak_extra_bytes: Callable[..., int]) -> None:
     x = torch.zeros(1000)
 
     def step() -> None:
@@ -505,7 +462,10 @@ def test_peak_bytes_counts_what_is_alive() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_extra_memory_is_two_percent_of_the_logits(
-    dtype: torch.dtype, device: torch.device, uses_triton: bool
+    dtype: torch.dtype,
+    device: torch.device,
+    uses_triton: bool,
+    peak_extra_bytes: Callable[..., int],
 ) -> None:
     """T = 8192, V = 128k, against logits in the dtype of the inputs: all that is alive at once in a
     forward and a backward, but for inputs, gradients and the results of the size of T."""

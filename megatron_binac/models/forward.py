@@ -10,7 +10,7 @@ Shapes: T tokens of a row, H hidden, V vocabulary shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from megatron_binac import packing
 from megatron_binac.kernels import token_logprob
 from megatron_binac.models import cpu
 from megatron_binac.models.attention import PackedParams
@@ -47,39 +48,54 @@ class MicroBatch:
     """Which of the global batch's sequences these are, in row order."""
 
 
-def pack_row(sequences: Sequence[TrainSequence], indices: np.ndarray, length: int) -> MicroBatch:
-    """Lay sequences end to end in a row of `length` tokens; what is left over is one masked
-    sequence of padding."""
-    members = [sequences[i] for i in indices]
-    lengths = [len(s.ids) for s in members]
-    real = sum(lengths)
-    if real > length:
-        raise ValueError(f"sequences of {real} tokens do not fit a row of {length}")
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
-    ids = np.full(length, PAD_ID, np.int64)
-    positions = np.zeros(length, np.int64)
-    mask = np.zeros(length, bool)
-    advantage = np.zeros(length, np.float32)
-    engine = np.full(length, np.nan, np.float32)
-    for s, start, stop in zip(members, bounds, bounds[1:], strict=False):
-        ids[start:stop] = s.ids
-        positions[start:stop] = np.arange(stop - start)
-        mask[start:stop] = s.mask
-        advantage[start:stop] = s.advantage
-        if s.logprobs is not None:
-            engine[start:stop] = s.logprobs
-    # Padding is cut into one-token sequences at position 0: it costs no attention and never
-    # exceeds the table.
-    bounds += list(range(real + 1, length + 1))
+def pack(
+    sequences: Sequence[TrainSequence], plan: packing.Plan, rank: int, *, equal_length: bool
+) -> list[MicroBatch]:
+    """The rows of one data-parallel rank; `equal_length` pads the rows of all ranks alike."""
+    if equal_length:
+        longest = int(plan.stored.max())
+        alignment = replace(plan.alignment, fixed_length=longest)
+    else:
+        alignment = plan.alignment
+    ids = packing.Ragged.from_rows([s.ids for s in sequences], np.int32)
+    mask = packing.Ragged.from_rows([s.mask for s in sequences], np.bool_)
+    engine = packing.Ragged.from_rows([_engine_logprobs(s) for s in sequences], np.float32)
+    advantage = np.asarray([s.advantage for s in sequences], np.float32)
+    return [
+        _micro_batch(
+            packing.gather(
+                ids,
+                indices,
+                loss_mask=mask,
+                fields={"engine": engine, "advantage": advantage},
+                alignment=alignment,
+                pad_id=PAD_ID,
+            )
+        )
+        for indices in plan.microbatches(rank)
+    ]
+
+
+def _engine_logprobs(sequence: TrainSequence) -> np.ndarray:
+    if sequence.logprobs is None:
+        return np.full(len(sequence.ids), np.nan, np.float32)
+    return sequence.logprobs
+
+
+def _micro_batch(packed: packing.Packed) -> MicroBatch:
+    total = packed.num_tokens
+    real = int(packed.cu_seqlens[-1]) if len(packed.indices_s) else 0
+    # Padding is cut into one-token sequences: it costs no attention.
+    bounds = [*packed.cu_seqlens.tolist()[: len(packed.indices_s)], *range(real, total + 1)]
     put = partial(torch.as_tensor, device=cpu.device())
     return MicroBatch(
-        ids_T=put(ids),
-        positions_T=put(positions),
+        ids_T=put(packed.tokens_T),
+        positions_T=put(packed.position_ids_T),
         bounds=bounds,
-        mask_T=put(mask),
-        advantage_T=put(advantage),
-        engine_logprob_T=put(engine),
-        indices=indices,
+        mask_T=put(packed.loss_mask_T),
+        advantage_T=put(packed.fields["advantage"]),
+        engine_logprob_T=put(packed.fields["engine"]),
+        indices=packed.indices_s,
     )
 
 

@@ -29,7 +29,7 @@ from megatron_binac.algo.losses import (
 from megatron_binac.config import LossConfig, RoleConfig
 from megatron_binac.models import cpu
 from megatron_binac.models.builder import build_model, build_optimizer, wrap
-from megatron_binac.models.forward import MicroBatch, Scorer, pack_row, run_schedule
+from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
 from megatron_binac.models.parallel import Groups
 from megatron_binac.types import TrainSequence
 
@@ -110,13 +110,7 @@ class MegatronLearner:
             microbatch_multiple=parallel.pp if parallel.vpp > 1 else 1,
         )
         # A pipeline exchanges rows of one length.
-        longest = int(plan.stored.max()) if parallel.pp > 1 else 0
-        rank = self.groups.dp_rank
-        stored = plan.stored[rank * plan.num_microbatches : (rank + 1) * plan.num_microbatches]
-        return [
-            pack_row(sequences, indices, max(int(length), longest))
-            for indices, length in zip(plan.microbatches(rank), stored, strict=True)
-        ]
+        return pack(sequences, plan, self.groups.dp_rank, equal_length=parallel.pp > 1)
 
     def _score(
         self, batches: list[MicroBatch], weights: list[Tensor] | None = None

@@ -1,3 +1,3 @@
-"""Bilevel reinforcement learning of an actor and a critic that writes feedback, on Megatron-Core."""
+"""Bilevel reinforcement learning on Megatron-Core: an actor, and a critic that writes feedback."""
 
 __version__ = "0.1.0"

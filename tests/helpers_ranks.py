@@ -6,6 +6,7 @@ A rank runs one function of a test file, and what it returns comes back.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -143,10 +144,11 @@ def _load(path: str, name: str) -> Callable[..., Any]:
 
 
 def _kill_group(pid: int | None) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # it has not yet made its own group
+    with contextlib.suppress(ProcessLookupError):  # it may have ended
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)  # it has not yet made its own group
 
 
 def _free_port() -> int:

@@ -58,6 +58,7 @@ setup(
         "numpy>=1.26",
         "einops>=0.8",
         "packaging>=24.2",
+        "psutil>=5.9",  # distributed checkpointing of megatron-core asks for it
         "sentencepiece>=0.2",
         "rich>=13",
         "matplotlib>=3.8",

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_binac.tasks.base import Task
 
@@ -14,6 +14,20 @@ ENTRY_POINT_GROUP = "megatron_binac.tasks"
 
 BUILDERS: dict[str, str] = {
     "checksum": "megatron_binac.tasks.checksum:Checksum",
+    "math": "megatron_binac.tasks.math:build_math",
+    "math500": "megatron_binac.tasks.math:build_math500",
+    "gsm8k": "megatron_binac.tasks.math:build_gsm8k",
+    "aime": "megatron_binac.tasks.math:build_aime",
+    "code": "megatron_binac.tasks.code:build_code",
+    "mbpp": "megatron_binac.tasks.code:build_mbpp",
+    "mbpp_sanitized": "megatron_binac.tasks.code:build_mbpp_sanitized",
+    "mbpp_plus": "megatron_binac.tasks.code:build_mbpp_plus",
+    "humaneval": "megatron_binac.tasks.code:build_humaneval",
+    "choice": "megatron_binac.tasks.choice:build_choice",
+    "gpqa": "megatron_binac.tasks.choice:build_gpqa",
+    "arc": "megatron_binac.tasks.choice:build_arc",
+    "mmlu_pro": "megatron_binac.tasks.choice:build_mmlu_pro",
+    "reasoning_gym": "megatron_binac.tasks.reasoning_gym:ReasoningGym",
 }
 """Name -> "module:callable". Another distribution adds tasks by entry points of the same form."""
 
@@ -26,13 +40,28 @@ def task_names() -> list[str]:
 def build_task(name: str, **options: Any) -> Task:
     """Make a task; ValueError, with the closest name, for a task or an option it does not know."""
     builder = _builder(name)
-    allowed = [p for p in inspect.signature(builder).parameters.values() if p.name != "self"]
-    if not any(p.kind is p.VAR_KEYWORD for p in allowed):
-        names = [p.name for p in allowed]
-        for option in options:
-            if option not in names:
-                raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
+    names = option_names(builder)
+    for option in options:
+        if names is not None and option not in names:
+            raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
     return builder(**options)
+
+
+def option_names(builder: Any) -> list[str] | None:
+    """Keyword arguments of a builder; None where it takes any.
+
+    A function with `**options` passes them to the class that it returns: its keyword-only arguments
+    count.
+    """
+    found = inspect.signature(builder).parameters.values()
+    names = [p.name for p in found if p.kind is not p.VAR_KEYWORD]
+    if len(names) == len(found):
+        return names
+    made = None if inspect.isclass(builder) else get_type_hints(builder).get("return")
+    if not inspect.isclass(made):
+        return None
+    passed = inspect.signature(made).parameters.values()
+    return [*names, *(p.name for p in passed if p.kind is p.KEYWORD_ONLY and p.name not in names)]
 
 
 def _builder(name: str) -> Any:

@@ -1,0 +1,359 @@
+"""Programs that have to pass tests: MBPP (full, sanitized, plus), HumanEval, and data of one's own
+in these formats.
+
+The tests run apart from the program (`sandbox_runner.py`), so what a test may do with the program's
+values is a little less than in one process; `docs/tasks.md` says what.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
+from megatron_binac.tasks.sandbox import Isolation, Limits, Sandbox, SandboxError, Verdict
+from megatron_binac.types import Grade, Prompt, Split
+
+INSTRUCTION = (
+    "Write the solution in Python and answer with one ```python block that holds all of it."
+)
+MBPP_SPLITS: dict[str, range] = {
+    "prompt": range(1, 11),
+    "test": range(11, 511),
+    "validation": range(511, 601),
+    "train": range(601, 975),
+}
+"""Task ids of each split, as the authors of MBPP have it."""
+FENCE = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What a row of any of the formats comes to.
+
+    Example: ``Problem(text="Add two numbers.", tests="assert add(1, 2) == 3", names=["add"])``
+    """
+
+    text: str
+    tests: str
+    names: list[str]
+    """Functions (and classes) that the program has to define and the tests use."""
+    setup: str = ""
+    """Trusted code that the tests need beforehand: imports, helper functions of the problem."""
+    preamble: str = ""
+    """Put before a program that is complete by itself: the problem's imports."""
+    opening: str = ""
+    """Put before a completion that only goes on: the problem's signature."""
+
+
+class CodeTask(DataTask):
+    """Programs graded by their tests. Build it by one of the functions below."""
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[Split], list[Row]],
+        *,
+        partial: bool = False,
+        show_tests: int = 3,
+        instruction: str = INSTRUCTION,
+        cpu_seconds: float = 3.0,
+        wall_seconds: float = 15.0,
+        memory_mb: int = 512,
+        workers: int | None = None,
+        isolation: Isolation = "auto",
+        packages: Sequence[str] = (),
+    ) -> None:
+        """`partial` pays the share of asserts that hold; `show_tests` of them are in the prompt."""
+
+        def prompts(split: Split) -> list[Prompt]:
+            rows = read(split)
+            ids = unique_ids(rows, ("task_id", "id"))
+            return [
+                _prompt(name, split, i, problem(row, show_tests), instruction)
+                for i, row in zip(ids, rows, strict=True)
+            ]
+
+        super().__init__(name, prompts)
+        self.partial = partial
+        limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb)
+        self.sandbox = Sandbox(
+            limits=limits, workers=workers, isolation=isolation, packages=packages
+        )
+
+    @property
+    def workers(self) -> int:
+        """Programs that run at the same time."""
+        return self.sandbox.workers
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        """1 where every test holds (or the share that does); raises where the sandbox breaks."""
+        start = time.perf_counter()
+        code = extract_code(text, prompt.meta["names"])
+        if code is None:
+            reason = f"defines no {' or '.join(prompt.meta['names'])}"
+            if prompt.meta["opening"]:
+                code = text
+            else:
+                return Grade(
+                    score=0.0, parsed=None, reason=reason, seconds=time.perf_counter() - start
+                )
+        verdict = self.run(prompt, code)
+        score = float(verdict.status == "passed")
+        if self.partial and verdict.total:
+            score = verdict.passed / verdict.total
+        reason = "" if verdict.status == "passed" else f"{verdict.status}: {verdict.detail}"
+        seconds = time.perf_counter() - start
+        return Grade(score=score, parsed=code, reason=reason, seconds=seconds)
+
+    def run(self, prompt: Prompt, code: str) -> Verdict:
+        """The sandbox's verdict on a program, with what it printed and how it ended."""
+        meta = prompt.meta
+        whole = defines(code, meta["names"])
+        program = f"{meta['preamble']}\n{code}" if whole else f"{meta['opening']}{code}"
+        return self.sandbox.run(
+            program, prompt.gold, names=meta["names"], setup=meta["setup"], partial=self.partial
+        )
+
+    def leaks(self, prompt: Prompt, attempt_text: str, feedback_text: str) -> bool:
+        """Whether the feedback holds a program that passes the tests when the attempt does not."""
+        code = extract_code(feedback_text, prompt.meta["names"])
+        if code is None or not _works(self, prompt, code):
+            return False
+        own = extract_code(attempt_text, prompt.meta["names"])
+        return own is None or not _works(self, prompt, own)
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self.sandbox.close()
+
+
+def _works(task: CodeTask, prompt: Prompt, code: str) -> bool:
+    try:
+        return task.run(prompt, code).status == "passed"
+    except SandboxError:
+        return False
+
+
+def _prompt(name: str, split: Split, row_id: str, found: Problem, instruction: str) -> Prompt:
+    meta = {
+        "names": found.names,
+        "setup": found.setup,
+        "preamble": found.preamble,
+        "opening": found.opening,
+    }
+    text = f"{found.text}\n\n{instruction}" if instruction else found.text
+    return Prompt(id=f"{name}/{split}/{row_id}", text=text, gold=found.tests, task=name, meta=meta)
+
+
+# Reading programs
+
+
+def extract_code(text: str, names: Sequence[str]) -> str | None:
+    """The program of a completion: its last block that defines one of `names`, or all of it where
+    it is a program.
+
+    A block that was not closed goes to the end of the text. None where nothing defines a name.
+    """
+    said = text.rpartition("</think>")[2]
+    for block in reversed([found[1] for found in FENCE.findall(said)]):
+        if _may_define(block, names):
+            return block
+    bare = re.sub(r"^\s*\[BEGIN\]|\[DONE\].*", "", said, flags=re.DOTALL)
+    bare = re.sub(r"^\s*```\w*\n|\n```\s*$", "", bare)
+    return bare if defines(bare, names) else None
+
+
+def _may_define(code: str, names: Sequence[str]) -> bool:
+    """By the look of it, so that a program with a slip in it is judged, and judged wrong."""
+    return any(
+        re.search(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*(?::.*)?=", code, re.MULTILINE)
+        for name in names
+    )
+
+
+def defines(code: str, names: Sequence[str]) -> bool:
+    """Whether a program that compiles gives one of the names a value at its top level."""
+    try:
+        return bool(set(names) & set(top_level_names(code)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def top_level_names(code: str) -> list[str]:
+    """Names that a program defines at its top level, without imports. Raises SyntaxError."""
+    out: list[str] = []
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            out.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            out += [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+    return list(dict.fromkeys(out))
+
+
+def imports(code: str) -> str:
+    """The import statements at the top level of a program."""
+    nodes = [n for n in ast.parse(code).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return "\n".join(map(ast.unparse, nodes))
+
+
+def used_names(code: str) -> set[str]:
+    """Names that a program reads anywhere."""
+    return {
+        n.id
+        for n in ast.walk(ast.parse(code))
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+    }
+
+
+# Formats
+
+
+def problem(row: Row, show_tests: int = 3) -> Problem:
+    """A row as HumanEval (entry_point), MBPP (test_list), MBPP+ (test) or plain (tests) has it."""
+    if "entry_point" in row:
+        return _humaneval(row)
+    if "test_list" in row and not row.get("test"):
+        return _mbpp(row, show_tests)
+    if "test" in row and "code" in row:
+        return _mbpp_plus(row, show_tests)
+    tests = take(row, ("tests",), "a row of a code task")
+    tests = "\n".join(tests) if isinstance(tests, list) else str(tests)
+    names = row.get("names") or sorted(
+        used_names(tests) - set(dir(builtins)) - set(top_level_names(tests))
+    )
+    return Problem(
+        text=str(take(row, ("text", "prompt", "problem"), "a row of a code task")),
+        tests=tests,
+        names=list(names),
+        setup=str(row.get("setup") or ""),
+    )
+
+
+def _mbpp(row: Row, show_tests: int) -> Problem:
+    code, asserts = str(row["code"]), list(row["test_list"])
+    before = str(row.get("test_setup_code") or "")
+    tests = "\n".join([before, *asserts])
+    names = [n for n in top_level_names(code) if n in used_names(tests)]
+    text = str(row.get("text") or row["prompt"])
+    return Problem(
+        text=_with_tests(text, asserts, show_tests),
+        tests=tests,
+        names=names,
+        # Some tests lean on what the reference solution imports.
+        setup="\n".join([*(row.get("test_imports") or []), imports(code)]),
+    )
+
+
+def _mbpp_plus(row: Row, show_tests: int) -> Problem:
+    code, tests = str(row["code"]), str(row["test"])
+    names = [n for n in top_level_names(code) if n in used_names(tests)]
+    asserts = list(row.get("test_list") or [])
+    text = str(row.get("prompt") or row["text"])
+    return Problem(text=_with_tests(text, asserts, show_tests), tests=tests, names=names)
+
+
+def _humaneval(row: Row) -> Problem:
+    prompt, entry = str(row["prompt"]), str(row["entry_point"])
+    start = re.search(rf"^(?:async\s+)?def {re.escape(entry)}\b", prompt, re.MULTILINE)
+    return Problem(
+        text=f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```",
+        tests=f"{row['test']}\ncheck({entry})",
+        names=[entry],
+        setup=prompt,
+        preamble=prompt[: start.start()] if start else "",
+        opening=prompt,
+    )
+
+
+def _with_tests(text: str, asserts: Sequence[str], show_tests: int) -> str:
+    shown = "\n".join(line.strip() for line in asserts[:show_tests])
+    return (
+        f"{text.strip()}\n\nIt has to pass tests such as these:\n\n```python\n{shown}\n```"
+        if shown
+        else text
+    )
+
+
+# Builders
+
+
+def _mbpp_reader(data: str, train_splits: Sequence[str]) -> Callable[[Split], list[Row]]:
+    for split in train_splits:
+        if split not in MBPP_SPLITS or split == "test":
+            raise ValueError(
+                f"MBPP has no training split {split!r}, expected among prompt, validation, train"
+            )
+
+    def read(split: Split) -> list[Row]:
+        wanted = ["test"] if split == "eval" else train_splits
+        ids = {i for name in wanted for i in MBPP_SPLITS[name]}
+        return [row for row in read_rows(data) if int(take(row, ("task_id",), data)) in ids]
+
+    return read
+
+
+def build_mbpp(
+    data: str = "google-research-datasets/mbpp:full@prompt+test+validation+train",
+    train_splits: Sequence[str] = ("train",),
+    **options: Any,
+) -> CodeTask:
+    """MBPP in its authors' splits: tasks 11 to 510 for testing, 601 to 974 for training."""
+    return CodeTask("mbpp", _mbpp_reader(data, train_splits), **options)
+
+
+def build_mbpp_sanitized(
+    data: str = "google-research-datasets/mbpp:sanitized@prompt+test+validation+train",
+    train_splits: Sequence[str] = ("train",),
+    **options: Any,
+) -> CodeTask:
+    """The 427 tasks of MBPP that its authors have verified, in the same splits."""
+    return CodeTask("mbpp_sanitized", _mbpp_reader(data, train_splits), **options)
+
+
+def build_mbpp_plus(
+    data: str = "evalplus/mbppplus@test", train_data: str | None = None, **options: Any
+) -> CodeTask:
+    """MBPP+, all of it for testing; training on MBPP's own train split without these tasks."""
+
+    def read(split: Split) -> list[Row]:
+        held_out = read_rows(data)
+        if split == "eval" or train_data is None:
+            return held_out if split == "eval" else []
+        taken = {int(take(row, ("task_id",), data)) for row in held_out}
+        rows = _mbpp_reader(train_data, ("train",))("train")
+        return [row for row in rows if int(row["task_id"]) not in taken]
+
+    return CodeTask("mbpp_plus", read, **{"packages": ("numpy",), **options})
+
+
+def build_humaneval(data: str = "openai/openai_humaneval@test", **options: Any) -> CodeTask:
+    """HumanEval, for testing only."""
+    return CodeTask(
+        "humaneval", lambda split: read_rows(data) if split == "eval" else [], **options
+    )
+
+
+def build_code(
+    train_data: str | None = None, eval_data: str | None = None, **options: Any
+) -> CodeTask:
+    """Problems of one's own, each split a file or a name on the hub, as `problem` reads it."""
+    if train_data is None and eval_data is None:
+        raise ValueError(
+            "task code needs data: set task.options.train_data and task.options.eval_data"
+        )
+    sources: dict[Split, str | None] = {"train": train_data, "eval": eval_data}
+
+    def read(split: Split) -> list[Row]:
+        source = sources[split]
+        return [] if source is None else read_rows(source)
+
+    return CodeTask("code", read, **options)

@@ -1,0 +1,196 @@
+"""Reading problems: JSONL, JSON, CSV and Parquet files or a name on the Hugging Face hub, by
+column.
+
+A task on a fixed set of problems derives from `DataTask`, which holds both splits and keeps them
+apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_binac.tasks.base import parse_verdict
+from megatron_binac.types import Prompt, Split
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w.+-]+))?")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def read_rows(source: str | Path) -> list[Row]:
+    """The rows of a data set as dictionaries, in its own order.
+
+    `source` is a file (.jsonl, .json with a list, .csv, .parquet; the first three also as .gz) or a
+    name on the hub as `owner/name:config@split`, which the `datasets` library fetches.
+    FileNotFoundError or ValueError where there is no such thing.
+    """
+    path = Path(source)
+    if path.is_file():
+        return _read_file(path)
+    named = HUB_NAME.fullmatch(str(source))
+    if named is None or any(suffix in path.suffixes for suffix in SUFFIXES):
+        raise FileNotFoundError(
+            f"there is no file {source}; give one that ends in {', '.join(SUFFIXES)}, or a name on "
+            "the hub as owner/name:config@split"
+        )
+    return _read_hub(named[1], named[2], named[3] or "train")
+
+
+def _read_file(path: Path) -> list[Row]:
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".parquet":
+        return _parquet().read_table(path).to_pylist()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {suffix!r}, expected one of {', '.join(SUFFIXES)}")
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", newline="" if suffix == ".csv" else None) as file:
+        if suffix == ".csv":
+            csv.field_size_limit(1 << 27)
+            return list(csv.DictReader(file))
+        try:
+            rows = (
+                json.load(file) if suffix == ".json" else [json.loads(x) for x in file if x.strip()]
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no {suffix[1:]}: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} must hold a list of objects, one a problem")
+    return rows
+
+
+def _parquet() -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError(
+            "a .parquet file needs the package pyarrow; pip install 'megatron_binac[tasks]'"
+        ) from error
+
+
+def _read_hub(name: str, config: str | None, split: str) -> list[Row]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is no file here, and fetching it needs the package datasets; "
+            "pip install 'megatron_binac[tasks]' or give a path"
+        ) from error
+    try:
+        return [dict(row) for row in datasets.load_dataset(name, config, split=split)]
+    except (OSError, ValueError, ConnectionError) as error:
+        raise ValueError(
+            f"{name} could not be fetched ({type(error).__name__}: {str(error)[:300]}); "
+            "give the path of a file instead"
+        ) from error
+
+
+def take(row: Mapping[str, Any], names: Sequence[str], source: object) -> Any:
+    """The first of these columns that a row has; ValueError with the columns that there are."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(
+        f"{source} has no column {' or '.join(map(repr, names))}; it has {sorted(row)}. Name the "
+        "right ones with the task's option `columns`"
+    )
+
+
+class DataTask:
+    """A task on two fixed lists of problems, of which no one is in both.
+
+    A train problem whose text is that of an eval problem is dropped and counted, since what is
+    tested must not be trained on; `overlap.overlaps` finds the less exact copies.
+    """
+
+    right_words: Sequence[str] = ("correct", "right")
+    wrong_words: Sequence[str] = (
+        "incorrect", "wrong", "not correct", "not right", "isn't correct", "isn't right",
+    )  # fmt: skip
+
+    def __init__(self, name: str, read: Callable[[Split], list[Prompt]]) -> None:
+        """`read` makes the problems of a split, when they are first asked for."""
+        self.name = name
+        self._read = read
+        self._held: dict[Split, list[Prompt]] = {}
+        self._places: dict[str, tuple[Split, int]] = {}
+        self.num_dropped = 0
+        """Train problems that were eval problems; known once they have been read."""
+
+    def prompts(self, split: Split) -> list[Prompt]:
+        """All problems of a split."""
+        if split not in self._held:
+            found = self._read(split)
+            ids = [p.id for p in found]
+            if len(set(ids)) < len(ids):
+                double = next(i for i in ids if ids.count(i) > 1)
+                raise ValueError(
+                    f"task {self.name} has the id {double!r} twice in its split {split!r}"
+                )
+            self._held[split] = self._not_held_out(found) if split == "train" else found
+            self._places |= {p.id: (split, i) for i, p in enumerate(self._held[split])}
+        return self._held[split]
+
+    def _not_held_out(self, offered: list[Prompt]) -> list[Prompt]:
+        seen = {_content(p.text) for p in self.prompts("eval")}
+        kept = [p for p in offered if _content(p.text) not in seen]
+        self.num_dropped = len(offered) - len(kept)
+        if self.num_dropped:
+            logger.warning(
+                "task %s: %d of %d train problems are eval problems and were dropped",
+                self.name,
+                self.num_dropped,
+                len(offered),
+            )
+        return kept
+
+    def size(self, split: Split) -> int | None:
+        """Number of problems."""
+        return len(self.prompts(split))
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Problem `index` of a split; IndexError past its end."""
+        found = self.prompts(split)
+        if not 0 <= index < len(found):
+            raise IndexError(
+                f"task {self.name} has {len(found)} problems in {split!r}, got {index}"
+            )
+        return found[index]
+
+    def find(self, name: str) -> Prompt:
+        """A problem by its id, whole (`gsm8k/eval/17`) or as in the data (`17`)."""
+        splits: tuple[Split, ...] = ("eval", "train")
+        for split in splits:
+            self.prompts(split)
+            for known in (name, f"{self.name}/{split}/{name}"):
+                if known in self._places:
+                    where, place = self._places[known]
+                    return self._held[where][place]
+        some = [p.id for split in splits for p in self.prompts(split)[:2]]
+        raise ValueError(f"task {self.name} has no problem {name!r}; it has {some} ...")
+
+    def verdict(self, feedback_text: str) -> bool | None:
+        """The last "correct" or "incorrect" of the feedback."""
+        return parse_verdict(feedback_text, right=self.right_words, wrong=self.wrong_words)
+
+
+def _content(text: str) -> str:
+    return re.sub(r"\s+", "", text).lower()
+
+
+def unique_ids(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """An id for each row: the first of these columns that tells all rows apart, else the place."""
+    for column in columns:
+        values = [str(row.get(column, "")) for row in rows]
+        if rows and all(values) and len(set(values)) == len(values):
+            return values
+    return [str(place) for place in range(len(rows))]

@@ -137,12 +137,13 @@ class TinyLearner:
             engine_logprob_T=engine_T,
         )
         mean = loss_sum / num_tokens
-        if not math.isfinite(float(mean)):
-            raise FloatingPointError(f"update {self.num_updates + 1}: loss {float(mean)}")
         (gradient,) = torch.autograd.grad(mean, weights)
+        norm = float(gradient.norm())
+        if not (math.isfinite(float(mean)) and math.isfinite(norm)):
+            raise FloatingPointError(f"update {self.num_updates + 1}: {float(mean)}, {norm}")
         self.weights = self.weights - self.lr * gradient
         self.num_updates += 1
-        return finalize_stats({**stats, "loss_sum": loss_sum.detach()})
+        return {**finalize_stats({**stats, "loss_sum": loss_sum.detach()}), "grad_norm": norm}
 
     def answer(
         self, prompt: np.ndarray, seed: int, sampling: Sampling

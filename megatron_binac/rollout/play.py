@@ -83,10 +83,11 @@ class Players:
         """Set `turn.grade` of each turn; ranks share the work out, equal answers are judged
         once."""
         keys = [(p.id, t.text) for p, t in zip(prompts, turns, strict=True)]
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        todo = [
-            i for key, i in sorted(first.items(), key=lambda item: item[1]) if not turns[i].failed
-        ]
+        first: dict[tuple[str, str], int] = {}
+        for i, (key, turn) in enumerate(zip(keys, turns, strict=True)):
+            if not turn.failed:  # it has no text, as an empty answer has, which is judged
+                first.setdefault(key, i)
+        todo = list(first.values())
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         mine = [(i, judge(self.task, prompts[i], turns[i].text)) for i in todo[rank::world]]
         parts = [mine]

@@ -58,6 +58,8 @@ def train(run: Run) -> bool:
     if run.first_step == 0:
         measure(run, step=-1)
         run.telemetry.flush(-1, run.clock)
+    if spent(run):  # resumed after its end
+        return True
     for step in range(run.first_step, cfg.num_steps):
         with run.clock.phase("play"):  # attempts -> feedbacks -> revisions, graded at both ends
             prompts_P = run.cursor.take(cfg.rollout.prompts_per_step)

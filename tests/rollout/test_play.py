@@ -123,6 +123,15 @@ def test_a_failed_completion_leaves_the_others_as_they_are() -> None:
     assert failed > 0
 
 
+def test_an_empty_answer_is_judged_also_behind_a_failed_one() -> None:
+    said = iter([None, ([END_ID], [0.0]), None, ([END_ID], [0.0])])
+    players = toy_players(lambda *_: next(said), None)
+    (tree,) = play(players, [players.task.prompt("train", 0)], replace(ROLLOUT, criticised=0), 0)
+    assert [y.text for y in tree.attempts] == [""] * 4
+    assert [y.failed for y in tree.attempts] == [True, False, True, False]
+    assert [y.grade.failed for y in tree.attempts if y.grade] == [True, False, True, False]
+
+
 def test_all_attempts_of_a_prompt_may_fail() -> None:
     players = toy_players(failing(1), varied)
     trees = grow(players)

@@ -56,7 +56,7 @@ def quickstart() -> Config:
             max_revision_tokens=2,
         ),
         bilevel=BilevelConfig(lam=0.1, actor_steps_per_critic_step=1),
-        task=TaskConfig(name="checksum", options={"easy_share": 0.5}),
+        task=TaskConfig(name="checksum", options={"easy_share": 0.5, "seed": 1}),
         warm_start=WarmStartConfig(
             actor=RoleWarmStart(steps=600, stop_loss=0.08, batch=96, lr=2e-3),
             critic=RoleWarmStart(steps=400, stop_loss=0.12, batch=32, lr=1.5e-3),

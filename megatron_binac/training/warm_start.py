@@ -112,6 +112,15 @@ def _make(
             _say(f"warm start of the {role}: step {step + 1}/{schedule.steps}, loss {mean:.3f}")
         if enough:
             break
+    else:
+        if schedule.stop_loss:
+            logger.warning(
+                f"warm start of the {role} took all {schedule.steps} steps and stands at loss "
+                f"{mean:.3f}, "
+                f"above stop_loss {schedule.stop_loss}: some starts do not learn in time. Set "
+                f"another "
+                f"warm_start.seed or more warm_start.{role}.steps"
+            )
     draft = path.with_name(f".{path.name}.draft")
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)

@@ -113,7 +113,7 @@ def _make(
         if enough:
             break
     else:
-        if schedule.stop_loss:
+        if schedule.stop_loss and dist.get_rank() == 0:
             logger.warning(
                 f"warm start of the {role} took all {schedule.steps} steps and stands at loss "
                 f"{mean:.3f}, "

@@ -18,7 +18,7 @@ TILE_COLUMNS = 2048
 TILE_ELEMENTS = 2**20
 
 # Schedule of the Triton backward, here because the roofline is drawn without Triton: 1536 rows are
-# the fewest for which an H100 multiplies longer than it takes to read and write a float32 main_grad.
+# the fewest for which an H100 multiplies longer than it reads and writes a float32 main_grad.
 BACKWARD_ROWS = 1536
 BACKWARD_COLUMNS = 4096
 

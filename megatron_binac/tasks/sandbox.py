@@ -211,7 +211,8 @@ class Sandbox:
 
 def readable_paths() -> list[str]:
     """What a program may read: the standard library and the system's shared libraries."""
-    library = {sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"}
+    prefixes = (sys.base_prefix, sys.base_exec_prefix)
+    library = {sysconfig.get_path("stdlib"), *(f"{prefix}/lib" for prefix in prefixes)}
     return sorted({*SYSTEM_PATHS, *library})
 
 

@@ -237,7 +237,8 @@ def test_memory_holds_no_word_of_the_tests(apart: Sandbox) -> None:
 
 VALUES = [
     "None", "True", "False", "0", "-3", "2**100", "-(2**64)", "1.5", "-0.0", "1e300",
-    "float('inf')", "3 + 4j", "'text'", "'\\ud800'", "''", "b'\\x00\\xff'", "bytearray(b'ab')", "[]",
+    "float('inf')", "3 + 4j", "'text'", "'\\ud800'", "''", "b'\\x00\\xff'", "bytearray(b'ab')",
+    "[]",
     "[1, [2, 'x']]",
     "(1, 2)", "((),)", "{1: 'a', (2, 3): [4]}", "{1, 2}", "frozenset({1})", "range(2, 9, 3)",
     "collections.Counter('aab')", "collections.OrderedDict([(2, 1), (1, 2)])",

@@ -403,7 +403,7 @@ class Runner:
         self.own_namespace = -1
         self.drops_user = False
         self.num_others = 0
-        """Tasks of the programs' user that are not ours: the limit counts them, too, in no namespace."""
+        """Tasks of the programs' user that are not ours; without a namespace they count too."""
         os.environ.clear()
         sys.path.extend(options["site"])
         for name in options["preload"]:

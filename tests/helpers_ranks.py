@@ -104,7 +104,7 @@ class Job:
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 200.0
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0
 ) -> list[Any]:
     """Run a function of a test file on `world` ranks and return its results by rank."""
     return Job(world, function, *args).wait(timeout)

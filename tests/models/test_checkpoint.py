@@ -347,7 +347,7 @@ def fill_the_disk(folder: Path, free_bytes: int | None) -> list[dict[str, Any]]:
 def test_a_disk_without_room_is_seen_before_anything_is_written(
     small_disk: Path, world: int
 ) -> None:
-    for got in run_ranks(world, fill_the_disk, small_disk, None, timeout=60):
+    for got in run_ranks(world, fill_the_disk, small_disk, None, timeout=300):
         assert got["errno"] == errno.ENOSPC
         assert "step_000002 could not be written" in got["says"]
         assert "MiB are free, about" in got["says"]
@@ -363,7 +363,7 @@ def test_a_disk_that_fills_up_amid_a_save_leaves_the_last_checkpoint_whole(
     small_disk: Path, world: int, free_kib: int
 ) -> None:
     """At the folder, at the small files of one rank, and at the tensors of all."""
-    answers = run_ranks(world, fill_the_disk, small_disk, free_kib * 1024, timeout=60)
+    answers = run_ranks(world, fill_the_disk, small_disk, free_kib * 1024, timeout=300)
     got = answers[0]
     assert got["errno"] == errno.ENOSPC
     assert "step_000002 could not be written: " in got["says"]
@@ -404,7 +404,7 @@ def one_rank_fails(folder: Path, failing: int) -> tuple[int | None, str, list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_every_rank_hears_of_the_writer_that_failed(tmp_path: Path, failing: int) -> None:
-    for number, says, left in run_ranks(2, one_rank_fails, tmp_path, failing, timeout=60):
+    for number, says, left in run_ranks(2, one_rank_fails, tmp_path, failing, timeout=300):
         assert number == errno.ENOSPC
         assert "No space left on device" in says
         assert left == ["step_000001"]

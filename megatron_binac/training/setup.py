@@ -50,7 +50,7 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     _log_to(run_dir)
     config.check_world(dist.get_world_size())
     stop = _Stop()
-    learners, players = build_players(config, run_dir)
+    learners, players = build_players(config, run_dir, fresh_weights=resume)
     run = _build_run(config, run_dir, learners, players, stop, resume=resume)
     try:
         finished = train(run)

@@ -85,7 +85,7 @@ def make_call(
     first = rank * num_shard_columns if first_column is None else first_column
     total = size * num_shard_columns
     real = total if num_real_columns is None else num_real_columns
-    if num_real_columns is None and first_column is not None and size > 1:
+    if num_real_columns is None and first_column is not None:
         raise ValueError("first_column given without num_real_columns: pass the global number too")
     if real < 1 or (first_column is None and real > total):
         raise ValueError(

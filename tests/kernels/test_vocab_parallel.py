@@ -57,8 +57,9 @@ def run_ranks(script: Path, rendezvous: Path, *, timeout: float) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_shards_of_1_2_and_4_processes(tmp_path: Path) -> None:
-    outputs = run_ranks(HERE / "vocab_parallel_worker.py", tmp_path / "rendezvous", timeout=240.0)
+    outputs = run_ranks(HERE / "vocab_parallel_worker.py", tmp_path / "rendezvous", timeout=900.0)
     for rank, output in enumerate(outputs):
         for size in (1, 2, 4):
             assert f"rank {rank}: tp {size} ok" in output

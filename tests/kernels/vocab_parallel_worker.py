@@ -178,7 +178,7 @@ def main() -> None:
         init_method=f"file://{file}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
+        timeout=datetime.timedelta(seconds=600),
     )
     groups = {}
     for size in (1, 2, 4):

@@ -24,9 +24,9 @@ from megatron_binac.algo.losses import (
     finalize_stats,
     merge_stats,
     nll_loss,
-    policy_loss,
 )
 from megatron_binac.config import LossConfig, RoleConfig
+from megatron_binac.kernels import policy_loss
 from megatron_binac.models import cpu
 from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule

@@ -12,12 +12,12 @@ pytest.importorskip("triton", reason="needs the extra kernels")
 
 OPTIONS = {
     "num_steps": 2,
-    "rollout.prompts_per_step": 4,
+    "rollout.prompts_per_step": 8,
     "rollout.attempts": 4,
-    "rollout.criticised": 1,
-    "rollout.feedbacks": 2,
-    "rollout.revisions": 2,
-    "warm_start.actor.steps": 60,
+    "rollout.criticised": 2,
+    "rollout.feedbacks": 3,
+    "rollout.revisions": 3,
+    "warm_start.actor.steps": 100,
     "warm_start.critic.steps": 30,
     "eval.num_prompts": 1,
     "eval.every": 0,

@@ -233,7 +233,7 @@ def _prompt(
         text=f"{text}\n\n{instruction}" if instruction else text,
         gold=LETTERS[order.index(gold)],
         task=name,
-        meta={**meta, "options": shown},
+        meta={**meta, "options": shown, "statement": "\n".join([question, *sorted(options)])},
     )
 
 

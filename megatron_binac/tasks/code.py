@@ -11,6 +11,7 @@ import ast
 import builtins
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from megatron_binac.types import Grade, Prompt, Split
 INSTRUCTION = (
     "Write the solution in Python and answer with one ```python block that holds all of it."
 )
+MAX_PROGRAM = 100_000
+"""Characters; a longer program is not run."""
 MBPP_SPLITS: dict[str, range] = {
     "prompt": range(1, 11),
     "test": range(11, 511),
@@ -29,6 +32,11 @@ MBPP_SPLITS: dict[str, range] = {
     "train": range(601, 975),
 }
 """Task ids of each split, as the authors of MBPP have it."""
+ANSWER = "<answer>"
+"""File name under which answers are parsed here."""
+# A slip such as an invalid escape is the answer's business and not worth a line for each.
+for _kind in (SyntaxWarning, DeprecationWarning):
+    warnings.filterwarnings("ignore", category=_kind, module=re.escape(ANSWER))
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -47,6 +55,8 @@ class Problem:
     """Functions (and classes) that the program has to define and the tests use."""
     setup: str = ""
     """Trusted code that the tests need beforehand: imports, helper functions of the problem."""
+    statement: str = ""
+    """The text alone, without tests."""
     preamble: str = ""
     """Put before a program that is complete by itself: the problem's imports."""
     opening: str = ""
@@ -96,15 +106,15 @@ class CodeTask(DataTask):
     def grade(self, prompt: Prompt, text: str) -> Grade:
         """1 where every test holds (or the share that does); raises where the sandbox breaks."""
         start = time.perf_counter()
-        code = extract_code(text, prompt.meta["names"])
-        if code is None:
-            reason = f"defines no {' or '.join(prompt.meta['names'])}"
-            if prompt.meta["opening"]:
-                code = text
-            else:
-                return Grade(
-                    score=0.0, parsed=None, reason=reason, seconds=time.perf_counter() - start
-                )
+        names = prompt.meta["names"]
+        code = extract_code(text, names)
+        if code is None and prompt.meta["opening"]:
+            # It goes on where the problem's signature ends.
+            code = text
+        if code is None or len(code) > MAX_PROGRAM:
+            reason = f"defines no {' or '.join(names)}" if code is None else "too long a program"
+            seconds = time.perf_counter() - start
+            return Grade(score=0.0, parsed=None, reason=reason, seconds=seconds)
         verdict = self.run(prompt, code)
         score = float(verdict.status == "passed")
         if self.partial and verdict.total:
@@ -144,6 +154,7 @@ def _works(task: CodeTask, prompt: Prompt, code: str) -> bool:
 
 def _prompt(name: str, split: Split, row_id: str, found: Problem, instruction: str) -> Prompt:
     meta = {
+        "statement": found.statement or found.text,
         "names": found.names,
         "setup": found.setup,
         "preamble": found.preamble,
@@ -190,7 +201,7 @@ def defines(code: str, names: Sequence[str]) -> bool:
 def top_level_names(code: str) -> list[str]:
     """Names that a program defines at its top level, without imports. Raises SyntaxError."""
     out: list[str] = []
-    for node in ast.parse(code).body:
+    for node in ast.parse(code, ANSWER).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             out.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -201,7 +212,7 @@ def top_level_names(code: str) -> list[str]:
 
 def imports(code: str) -> str:
     """The import statements at the top level of a program."""
-    nodes = [n for n in ast.parse(code).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    nodes = [n for n in ast.parse(code, ANSWER).body if isinstance(n, ast.Import | ast.ImportFrom)]
     return "\n".join(map(ast.unparse, nodes))
 
 
@@ -209,7 +220,7 @@ def used_names(code: str) -> set[str]:
     """Names that a program reads anywhere."""
     return {
         n.id
-        for n in ast.walk(ast.parse(code))
+        for n in ast.walk(ast.parse(code, ANSWER))
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
     }
 
@@ -246,6 +257,7 @@ def _mbpp(row: Row, show_tests: int) -> Problem:
     text = str(row.get("text") or row["prompt"])
     return Problem(
         text=_with_tests(text, asserts, show_tests),
+        statement=text,
         tests=tests,
         names=names,
         # Some tests lean on what the reference solution imports.
@@ -258,7 +270,8 @@ def _mbpp_plus(row: Row, show_tests: int) -> Problem:
     names = [n for n in top_level_names(code) if n in used_names(tests)]
     asserts = list(row.get("test_list") or [])
     text = str(row.get("prompt") or row["text"])
-    return Problem(text=_with_tests(text, asserts, show_tests), tests=tests, names=names)
+    shown = _with_tests(text, asserts, show_tests)
+    return Problem(text=shown, statement=text, tests=tests, names=names)
 
 
 def _humaneval(row: Row) -> Problem:

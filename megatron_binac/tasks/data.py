@@ -108,7 +108,7 @@ def take(row: Mapping[str, Any], names: Sequence[str], source: object) -> Any:
 class DataTask:
     """A task on two fixed lists of problems, of which no one is in both.
 
-    A train problem whose text is that of an eval problem is dropped and counted, since what is
+    A train problem whose statement is that of an eval problem is dropped and counted, since what is
     tested must not be trained on; `overlap.overlaps` finds the less exact copies.
     """
 
@@ -141,8 +141,8 @@ class DataTask:
         return self._held[split]
 
     def _not_held_out(self, offered: list[Prompt]) -> list[Prompt]:
-        seen = {_content(p.text) for p in self.prompts("eval")}
-        kept = [p for p in offered if _content(p.text) not in seen]
+        seen = {_content(self.statement(p)) for p in self.prompts("eval")}
+        kept = [p for p in offered if _content(self.statement(p)) not in seen]
         self.num_dropped = len(offered) - len(kept)
         if self.num_dropped:
             logger.warning(
@@ -152,6 +152,10 @@ class DataTask:
                 len(offered),
             )
         return kept
+
+    def statement(self, prompt: Prompt) -> str:
+        """What makes a problem the same as another; tests and the order of options do not."""
+        return prompt.meta.get("statement", prompt.text)
 
     def size(self, split: Split) -> int | None:
         """Number of problems."""

@@ -31,8 +31,8 @@ MEMORY = 2 << 30
 """Address space of a child beyond what its imports take, bytes."""
 MAX_REPLY = 60_000
 """Bytes; what a pipe takes in one piece."""
-PATIENCE = 6
-"""Seconds on the clock for each second of processor time that a call may take."""
+PATIENCE = 60
+"""Seconds on the clock for each of processor time: a busy machine must not decide a verdict."""
 
 End = Literal["done", "time", "memory", "crash"]
 
@@ -81,7 +81,7 @@ class Killable:
         try:
             with self._pool.worker() as worker:
                 # The helper kills; if it does not, it is lost itself.
-                patience = 4 * PATIENCE * self.seconds + 120.0
+                patience = 2 * PATIENCE * self.seconds + 60.0
                 return Outcome(**worker.ask({"argument": argument, "fresh": fresh}, patience))
         except WorkerLost as error:
             raise HelperError(str(error)) from error

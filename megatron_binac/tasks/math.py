@@ -134,7 +134,7 @@ def _prompts(
                 text=f"{text}\n\n{instruction}" if instruction else text,
                 gold=gold,
                 task=name,
-                meta=meta,
+                meta={**meta, "statement": text},
             )
         )
     return out

@@ -130,7 +130,7 @@ _REPLACED: tuple[tuple[str, str], ...] = (
     (r"\\[,;:> ]|~|\\q?quad\b|\\hspace\{[^{}]*\}|\\ ", " "),
     (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|displaystyle|textstyle)\b\.?", ""),
     (r"\\(?:limits|nolimits)\b", ""),
-    (r"\\[dtc](frac|binom)\b", r"\\\1"),
+    (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
     (r"\\(?:leqslant|leq)\b|<=", r"\\le "),
     (r"\\(?:geqslant|geq)\b|>=", r"\\ge "),
     (r"\\lt\b", "<"),

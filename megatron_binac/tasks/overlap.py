@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_binac.tasks.base import Task
+from megatron_binac.tasks.data import DataTask
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -73,16 +73,10 @@ def overlaps(
     return sorted(out, key=lambda o: (-o.share, o.held_out))
 
 
-def task_overlaps(task: Task, *, n: int = 13, at_least: float = 0.5) -> list[Overlap]:
-    """`overlaps` between the two splits of a task; ValueError where one of them has no end."""
-    sizes = task.size("train"), task.size("eval")
-    if None in sizes:
-        raise ValueError(
-            f"task {task.name} makes problems without end; there is nothing to compare"
-        )
+def task_overlaps(task: DataTask, *, n: int = 13, at_least: float = 0.5) -> list[Overlap]:
+    """`overlaps` between the statements of a task's two splits."""
     train, held_out = (
-        [task.prompt(split, i).text for i in range(size or 0)]
-        for split, size in zip(("train", "eval"), sizes, strict=True)
+        [task.statement(p) for p in task.prompts(split)] for split in ("train", "eval")
     )
     return overlaps(train, held_out, n=n, at_least=at_least)
 

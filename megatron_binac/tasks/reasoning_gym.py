@@ -83,6 +83,15 @@ class ReasoningGym:
                 raise ValueError(f"reasoning-gym has no task {wanted!r}; it has {', '.join(known)}")
         self._evaluates: bool = self._ask({"do": "evaluates", "spec": self._spec, "seed": 0})
 
+    @staticmethod
+    def task_names() -> list[str]:
+        """Every task of the library."""
+        calls = Killable(f"{__name__}:answer_request", seconds=60.0, workers=1)
+        try:
+            return calls.call({"do": "names"}).value
+        finally:
+            calls.close()
+
     @property
     def workers(self) -> int:
         """Answers that are scored at the same time."""

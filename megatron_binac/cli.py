@@ -10,6 +10,7 @@ import argparse
 import errno
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -289,6 +290,31 @@ def _recipes(args: argparse.Namespace) -> int:
     return 0
 
 
+def _grade(args: argparse.Namespace) -> int:
+    from megatron_binac.tasks import grading
+
+    options = dict(_task_option(text) for text in args.set)
+    task = grading.build_for_grading(args.task, args.data, options)
+    for row in grading.grade_file(task, args.file):
+        if args.json:
+            print(json.dumps(row))
+        elif "summary" not in row:
+            print(f"{'failed' if row['failed'] else row['score']}\t{row['id']}\t{row['reason']}")
+        else:
+            print("\n".join(f"{key}: {value}" for key, value in row.items()))
+    return 0
+
+
+def _task_option(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--set {text} has no '='; expected KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
 def _bench(args: argparse.Namespace) -> int:
     benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
     return benchmark.main(args.arguments) or 0
@@ -340,6 +366,15 @@ def _parser() -> argparse.ArgumentParser:
     recipes = _command(commands, "recipes", _recipes, "list the recipes, or print one resolved")
     recipes.add_argument("name", nargs="?", metavar="NAME")
     recipes.add_argument("--keys", action="store_true", help="every key that --set takes")
+
+    grade = _command(commands, "grade", _grade, "grade completions that somebody has sampled")
+    text = 'JSONL with rows {"id": ..., "completion": ...}'
+    grade.add_argument("file", type=Path, metavar="FILE", help=text)
+    grade.add_argument("--task", required=True, metavar="NAME", help="math500, mbpp, gpqa, ...")
+    grade.add_argument("--data", metavar="PATH", help="the task's held-out problems")
+    grade.add_argument("--json", action="store_true", help="one graded row a line, then a summary")
+    text = "an option of the task (repeatable)"
+    grade.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
     bench = _command(commands, "bench", _bench, "measure a component against its alternatives")
     bench.add_argument("name", choices=BENCHMARKS)

@@ -40,14 +40,19 @@ def task_names() -> list[str]:
 def build_task(name: str, **options: Any) -> Task:
     """Make a task; ValueError, with the closest name, for a task or an option it does not know."""
     builder = _builder(name)
-    names = option_names(builder)
+    names = _option_names(builder)
     for option in options:
         if names is not None and option not in names:
             raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
     return builder(**options)
 
 
-def option_names(builder: Any) -> list[str] | None:
+def task_options(name: str) -> list[str] | None:
+    """Options of a task by name; None where it takes any."""
+    return _option_names(_builder(name))
+
+
+def _option_names(builder: Any) -> list[str] | None:
     """Keyword arguments of a builder; None where it takes any.
 
     A function with `**options` passes them to the class that it returns: its keyword-only arguments

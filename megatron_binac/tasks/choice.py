@@ -283,9 +283,9 @@ def _place(gold: Any, options: list[str], labels: list[str]) -> int:
         return labels.index(text)
     if len(text) == 1 and text in LETTERS[: len(options)]:
         return LETTERS.index(text)
-    if text.isdigit():
-        return int(text)
-    return options.index(text) if text in options else -1
+    if text in options:
+        return options.index(text)
+    return int(text) if text.isdigit() else -1
 
 
 # Builders

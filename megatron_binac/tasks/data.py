@@ -173,14 +173,25 @@ class DataTask:
     def find(self, name: str) -> Prompt:
         """A problem by its id, whole (`gsm8k/eval/17`) or as in the data (`17`)."""
         splits: tuple[Split, ...] = ("eval", "train")
+        self.prompts("eval")
         for split in splits:
-            self.prompts(split)
+            if split == "train" and not self._can_read_train():
+                continue
             for known in (name, f"{self.name}/{split}/{name}"):
                 if known in self._places:
                     where, place = self._places[known]
                     return self._held[where][place]
-        some = [p.id for split in splits for p in self.prompts(split)[:2]]
+        some = [p.id for split in splits for p in self._held.get(split, [])[:2]]
         raise ValueError(f"task {self.name} has no problem {name!r}; it has {some} ...")
+
+    def _can_read_train(self) -> bool:
+        """Whether train problems can be had: an unknown id must not end in a failed download."""
+        try:
+            self.prompts("train")
+        except (OSError, ValueError, ImportError) as error:
+            logger.warning("task %s: its train problems cannot be read: %s", self.name, error)
+            return False
+        return True
 
     def verdict(self, feedback_text: str) -> bool | None:
         """The last "correct" or "incorrect" of the feedback."""

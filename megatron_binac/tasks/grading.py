@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_binac.tasks import build_task, task_options
 from megatron_binac.tasks.base import Task
 from megatron_binac.tasks.data import DataTask
 from megatron_binac.types import Grade, Prompt, Split
@@ -47,6 +48,7 @@ def grade_file(task: Task, path: Path) -> Iterator[dict[str, Any]]:
     graded.
     """
     rows = _read_completions(path)
+    graded: list[Grade] = []
     pairs = [(_find(task, row["id"]), row["completion"]) for row in rows]
     num_right = num_failed = 0
     batch = 16 * getattr(task, "workers", 1)
@@ -56,14 +58,28 @@ def grade_file(task: Task, path: Path) -> Iterator[dict[str, Any]]:
             num_right += grade.score >= 1.0
             num_failed += grade.failed
             yield {"id": row["id"], **asdict(grade)}
+        graded += grades
     judged = len(pairs) - num_failed
+    more = getattr(task, "summarise", lambda graded: {})
     yield {
         "summary": task.name,
         "num": len(pairs),
         "num_right": num_right,
         "num_failed": num_failed,
         "accuracy": num_right / judged if judged else None,
+        **more([(prompt, grade) for (prompt, _), grade in zip(pairs, graded, strict=True)]),
     }
+
+
+def build_for_grading(name: str, data: str | None, options: Mapping[str, Any]) -> Task:
+    """A task whose held-out problems come from `data`, whatever the task calls that option."""
+    if data is None:
+        return build_task(name, **options)
+    known = task_options(name) or ["eval_data"]
+    place = next((option for option in ("data", "eval_data") if option in known), None)
+    if place is None:
+        raise ValueError(f"task {name} makes its own problems; leave the data out")
+    return build_task(name, **{place: data, **options})
 
 
 def _read_completions(path: Path) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_binac import cli
 from megatron_binac.tasks.checksum import Checksum
 from megatron_binac.tasks.data import DataTask
-from megatron_binac.tasks.grading import grade_all, grade_file, judge
+from megatron_binac.tasks.grading import build_for_grading, grade_all, grade_file, judge
 from megatron_binac.types import Grade, Prompt, Split
 
 
@@ -96,3 +97,42 @@ def test_bad_rows_are_refused_before_any_is_graded(tmp_path: Path, line: str, me
     with pytest.raises(ValueError, match=message):
         list(grade_file(task, path))
     assert not task.threads
+
+
+def test_the_command_grades_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiz = [{"id": "q1", "question": "Two?", "choices": ["1", "2"], "answer": "2"}]
+    data = _write(tmp_path / "quiz.jsonl", list(quiz))
+    said = _write(tmp_path / "said.jsonl", [{"id": "q1", "completion": "Answer: A"}] * 2)
+    command = ["grade", str(said), "--task", "choice", "--data", str(data)]
+    assert cli.main([*command, "--set", "shuffle=false", "--json"]) == 0
+    first, second, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {**second, "seconds": first["seconds"]}
+    assert (first["id"], first["score"], first["reason"]) == ("q1", 0.0, "gold is B")
+    assert (summary["accuracy"], summary["chosen_share"]["A"]) == (0.0, 1.0)
+    assert cli.main([*command, "--set", "shuffle=false"]) == 0
+    assert capsys.readouterr().out.startswith("0.0\tq1\tgold is B\n")
+
+
+WRONG_USE = [
+    (["--task", "choises"], "did you mean 'choice'"),
+    (["--task", "choice", "--set", "shufle=1"], "did you mean 'shuffle'"),
+    (["--task", "choice", "--set", "shuffle"], "expected KEY=VALUE"),
+    (["--task", "checksum", "--data", "x"], "makes its own problems"),
+    (["--task", "choice", "--data", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_USE)
+def test_wrong_use_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    said = _write(tmp_path / "said.jsonl", [{"id": "q1", "completion": "A"}])
+    assert cli.main(["grade", str(said), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_id_does_not_end_in_a_download(tmp_path: Path) -> None:
+    data = _write(tmp_path / "eval.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
+    task = build_for_grading("gsm8k", str(data), {"train_data": str(tmp_path / "nowhere.jsonl")})
+    with pytest.raises(ValueError, match="no problem '7'"):
+        list(grade_file(task, _write(tmp_path / "c.jsonl", [{"id": 7, "completion": "2"}])))

@@ -29,6 +29,22 @@ def test_train_from_python(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "train_from_python" / "report.html").is_file()
 
 
+def test_own_task(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "own_task.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    outputs = [
+        subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    # The order is the seed's: a second start prints the same problems.
+    assert outputs[0].stdout == outputs[1].stdout
+    lines = outputs[0].stdout.splitlines()
+    assert len({line.split()[0] for line in lines}) == 3
+    for line in lines:
+        number, gold = line.split("2 *")[1].split(":")[0].split("=")
+        assert int(gold) == 2 * int(number)
+
+
 def test_every_example_is_tested_and_listed() -> None:
     tests = Path(__file__).read_text(encoding="utf-8")
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")

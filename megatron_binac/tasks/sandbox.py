@@ -223,7 +223,7 @@ def _exchange(worker: Worker, header: dict[str, Any], job: bytes) -> tuple[dict[
     patience = 4 * header["wall_seconds"] + 120.0
     with ours:
         with theirs:
-            socket.send_fds(worker.line, [json.dumps(header).encode()], [theirs.fileno()])
+            worker.send(header, [theirs.fileno()])
         ours.settimeout(patience)
         with contextlib.suppress(OSError):
             # A judge that was killed before it read everything is seen in the status.
@@ -248,6 +248,12 @@ def _read(status: dict[str, Any], written: bytes, nonce: str) -> Verdict:
             detail=f"{limit} limit",
             printed=status["printed"],
             **times,
+        )
+    if not written and status["judge_exit"] < 0:
+        # Killed at a limit: the tests are trusted, so it was the program's values.
+        detail = "its values were too much for the tests"
+        return Verdict(
+            status="error", passed=0, total=0, detail=detail, printed=status["printed"], **times
         )
     if not written:
         raise SandboxError(f"the judge gave no verdict (the program printed {status['printed']!r})")

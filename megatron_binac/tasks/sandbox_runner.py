@@ -46,7 +46,7 @@ from typing import Any
 
 PROGRAM_NAME = "solution"
 """What a program's __name__ is: not __main__, so that a block for scripts does not run."""
-MAX_FRAME = 64 << 20
+MAX_FRAME = 16 << 20
 """Longest message between program and judge, bytes."""
 TAIL = 2000
 """Bytes of a program's output that are kept."""
@@ -459,6 +459,8 @@ class Runner:
                 return
             header = json.loads(message)
             status = self._run(files[0], header["wall_seconds"], header["cpu_seconds"])
+            if status["ended"] == "hung up":
+                return
             self.control.send(json.dumps(status).encode())
 
     def _run(self, job: int, wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
@@ -473,10 +475,11 @@ class Runner:
         # Forked before anybody in here has read the job: its memory holds nothing of the tests.
         program = self.confine.fork_apart(self.own_namespace) if self.apart else os.fork()
         if program == 0:
-            _leave(lambda: self._be_program(asked[0], answered[1], printed[1], folder))
+            files = asked[0], answered[1], printed[1]
+            _leave(lambda: self._be_program(*files, folder, cpu_seconds))
         judge = os.fork()
         if judge == 0:
-            _leave(lambda: self._be_judge(job, answered[0], asked[1]))
+            _leave(lambda: self._be_judge(job, answered[0], asked[1], cpu_seconds))
         for file in (job, *asked, *answered, printed[1]):
             os.close(file)
         status = self._watch(judge, program, printed[0], wall_seconds, cpu_seconds)
@@ -528,10 +531,9 @@ class Runner:
             _kill(-program)
         for child in (program, judge):
             _kill(child)
-        _, code, usage = os.wait4(program, 0)
-        status["exit"] = os.waitstatus_to_exitcode(code)
+        usage = os.wait4(program, 0)[2]
         status["cpu_seconds"] = usage.ru_utime + usage.ru_stime
-        os.waitpid(judge, 0)
+        status["judge_exit"] = os.waitstatus_to_exitcode(os.waitpid(judge, 0)[1])
         while not self.apart:
             # Children of the program that left its group are ours now.
             try:
@@ -543,7 +545,9 @@ class Runner:
             except ChildProcessError:
                 return
 
-    def _be_program(self, read_from: int, write_to: int, printed: int, folder: str) -> None:
+    def _be_program(
+        self, read_from: int, write_to: int, printed: int, folder: str, cpu_seconds: float
+    ) -> None:
         _take_files(read_from, write_to, printed)
         # By lines, so that what a killed program said before is there.
         raw = io.BufferedWriter(io.FileIO(1, "w"))
@@ -552,20 +556,24 @@ class Runner:
         tempfile.tempdir = folder
         # A program's draws are the same in every run; a fork seeds anew by itself.
         random.seed(0)
-        self._confine(folder, may_fork=self.limits["processes"] > 1, apart=self.apart)
+        sys.argv = [PROGRAM_NAME]
+        may_fork = self.limits["processes"] > 1
+        self._confine(folder, cpu_seconds, may_fork=may_fork, apart=self.apart)
         run_program(Wire(3, 4, serves=set(OPERATIONS) | {"load", "name"}))
 
-    def _be_judge(self, job: int, read_from: int, write_to: int) -> None:
+    def _be_judge(self, job: int, read_from: int, write_to: int, cpu_seconds: float) -> None:
         null = os.open("/dev/null", os.O_WRONLY)
         _take_files(read_from, write_to, null, job)
-        self._confine(None, may_fork=False, apart=False)
+        self._confine(None, cpu_seconds, may_fork=False, apart=False)
         parts = []
         while part := os.read(5, 1 << 20):
             parts.append(part)
         verdict = judge(Wire(3, 4, serves={"call"}), json.loads(b"".join(parts)))
         socket.socket(fileno=5).sendall(json.dumps(verdict).encode())
 
-    def _confine(self, folder: str | None, *, may_fork: bool, apart: bool) -> None:
+    def _confine(
+        self, folder: str | None, cpu_seconds: float, *, may_fork: bool, apart: bool
+    ) -> None:
         confine, limits = self.confine, self.limits
         if self.drops_user:
             os.setgroups([])
@@ -576,7 +584,8 @@ class Runner:
             confine.restrict_files(self.readable, folder)
         confine.set_limits(
             memory=self.memory,
-            cpu_seconds=int(limits["cpu_seconds"]) + 2,
+            # Behind the runner's own clock, which is finer.
+            cpu_seconds=int(cpu_seconds) + 2,
             file_bytes=limits["file_bytes"],
             open_files=limits["open_files"],
             # Runner and judge are two of them.

@@ -50,12 +50,16 @@ class Worker:
 
     def ask(self, message: Any, seconds: float, files: Sequence[int] = ()) -> Any:
         """Send a request and wait for its answer; WorkerLost after `seconds`."""
+        self.send(message, files)
+        return self.receive(seconds)
+
+    def send(self, message: Any, files: Sequence[int] = ()) -> None:
+        """Send a request with open files; WorkerLost where nobody takes it."""
         try:
             socket.send_fds(self.line, [json.dumps(message).encode()], files)
         except OSError as error:
             self.kill()
             raise WorkerLost(f"a helper process is gone: {error}") from error
-        return self.receive(seconds)
 
     def receive(self, seconds: float) -> Any:
         """The next message; WorkerLost after `seconds`."""
@@ -76,7 +80,7 @@ class Worker:
     def kill(self) -> None:
         """End the helper and what it started, and wait for it."""
         self.line.close()
-        if self.owner != os.getpid():
+        if self.owner != os.getpid() or self.process.returncode is not None:
             return
         try:
             # Its end of the line is closed: it cleans up and goes. Only a stuck one is killed.
@@ -87,7 +91,9 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self.owner == os.getpid() and self.line.fileno() >= 0
+        """Whether this process may ask it something; false as well in a fork of its owner."""
+        is_ours = self.owner == os.getpid() and self.line.fileno() >= 0
+        return is_ours and self.process.poll() is None
 
 
 class Pool:
@@ -117,6 +123,11 @@ class Pool:
                 with self._lock:
                     self._all.append(place[0])
             yield place[0]
+        except BaseException:
+            # An answer that nobody waited for must not be taken for the next one's.
+            if place:
+                place[0].kill()
+            raise
         finally:
             self._idle.put(place)
 

@@ -132,7 +132,8 @@ def test_wrong_use_of_the_command(
 
 
 def test_an_unknown_id_does_not_end_in_a_download(tmp_path: Path) -> None:
-    data = _write(tmp_path / "eval.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
-    task = build_for_grading("gsm8k", str(data), {"train_data": str(tmp_path / "nowhere.jsonl")})
+    row = {"id": "a", "question": "Two?", "choices": ["1", "2"], "answer": "2"}
+    data = _write(tmp_path / "eval.jsonl", [row])
+    task = build_for_grading("arc", str(data), {"train_data": str(tmp_path / "nowhere.jsonl")})
     with pytest.raises(ValueError, match="no problem '7'"):
         list(grade_file(task, _write(tmp_path / "c.jsonl", [{"id": 7, "completion": "2"}])))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_binac.tasks import build_task
+from megatron_binac.tasks.data import DataTask, read_rows
 from megatron_binac.tasks.overlap import Overlap, overlaps, task_overlaps, words
+from megatron_binac.types import Prompt, Split
 
 
 def test_words() -> None:
@@ -33,18 +34,28 @@ def test_shares_by_hand() -> None:
     assert overlaps([], held_out, n=3) == overlaps(train, [], n=3) == overlaps(train, [""]) == []
 
 
+def test_statements_of_a_task_are_compared() -> None:
+    words_of = {"train": ["a b c d"], "eval": ["x y z", "a b c"]}
+
+    def read(split: Split) -> list[Prompt]:
+        return [
+            Prompt(id=f"{split}{i}", text=f"Please: {t}", gold="", task="t", meta={"statement": t})
+            for i, t in enumerate(words_of[split])
+        ]
+
+    assert task_overlaps(DataTask("t", read), n=3) == [Overlap(held_out=1, share=1.0, train=0)]
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="got n 0"):
         overlaps([], [], n=0)
 
 
 def test_gsm8k_splits_share_little(data_dir: Path) -> None:
-    task = build_task(
-        "gsm8k",
-        eval_data=str(data_dir / "gsm8k_test.jsonl"),
-        train_data=str(data_dir / "gsm8k_train.jsonl"),
-        instruction="",
+    train, held_out = (
+        [str(row["question"]) for row in read_rows(data_dir / f"gsm8k_{split}.jsonl")]
+        for split in ("train", "test")
     )
-    found = task_overlaps(task, n=13, at_least=0.5)
-    assert 0 < len(found) < 20
-    assert all(0.5 <= o.share <= 1.0 for o in found)
+    found = overlaps(train, held_out, n=13, at_least=0.5)
+    assert [(o.held_out, o.train) for o in found] == [(524, 5130)]
+    assert held_out[524].startswith("A plane travels 1200 miles in 3 hours.")

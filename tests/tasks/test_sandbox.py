@@ -110,6 +110,8 @@ HOSTILE = {
     "a long string": "def f(x): return 'a' * (1 << 33)",
     "a big power": "def f(x): return str(9 ** 9 ** 9)",
     "a value without bottom": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "a large value": "def f(x): return [[]] * (1 << 23)",
+    "many large values": "def f(x):\n    while True: yield 'x' * (1 << 22)",
     "a deep value": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     # files
     "a file outside": "open('/etc/binac-was-here', 'w')",
@@ -370,6 +372,23 @@ def test_a_lost_runner_is_an_error_and_the_next_one_works() -> None:
     assert sandbox.run("def f(x): return x * x", TESTS, names=["f"]).status == "passed"
     sandbox.close()
     assert children() == 0
+
+
+def test_values_that_break_the_judge_are_wrong_and_not_failed(apart: Sandbox) -> None:
+    program = "def f():\n    while True: yield 'x' * (1 << 20)"
+    limits = Limits(cpu_seconds=3.0, wall_seconds=60.0)
+    verdict = apart.run(program, "assert list(f()) == []", names=["f"], limits=limits)
+    assert verdict.status in ("error", "cpu")
+
+
+def test_an_interrupted_run_does_not_mix_up_verdicts(apart: Sandbox) -> None:
+    sandbox = Sandbox(limits=LIMITS, workers=1, isolation="namespaces")
+    with pytest.raises(RuntimeError, match="interrupted"), sandbox._pool.worker() as worker:
+        sandbox_line = worker.line
+        raise RuntimeError("interrupted")
+    assert sandbox_line.fileno() == -1
+    assert sandbox.run("def f(x): return x * x", TESTS, names=["f"]).status == "passed"
+    sandbox.close()
 
 
 def test_limits_are_checked() -> None:

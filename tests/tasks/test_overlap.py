@@ -57,5 +57,6 @@ def test_gsm8k_splits_share_little(data_dir: Path) -> None:
         for split in ("train", "test")
     )
     found = overlaps(train, held_out, n=13, at_least=0.5)
-    assert [(o.held_out, o.train) for o in found] == [(524, 5130)]
-    assert held_out[524].startswith("A plane travels 1200 miles in 3 hours.")
+    assert [(o.held_out, o.train, round(o.share, 3)) for o in found] == [(602, 1314, 0.538)]
+    assert held_out[602].startswith("A plane travels 1200 miles in 3 hours. At the same rate")
+    assert train[1314].startswith("A train travels 270 miles in 3 hours. At the same rate")

@@ -22,8 +22,57 @@ def _check(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for sequences longer than a model was first trained
+    on."""
+
+    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    factor: float = 8.0
+    """How many times longer."""
+    original_max_positions: int = 8192
+    """Tokens of the first training; not read by `linear`."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """Of `llama3`: wavelengths between original_max_positions over these two are blended."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Of `yarn`: turns within original_max_positions between which frequencies are blended."""
+    attention_factor: float | None = None
+    """Of `yarn`: factor on queries and keys; None is 0.1 ln(factor) + 1."""
+
+    def __post_init__(self) -> None:
+        _check(self.factor >= 1, f"rope_scaling.factor is {self.factor}, expected 1 or more")
+        _check(
+            self.low_freq_factor < self.high_freq_factor,
+            f"rope_scaling.low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+            f"{self.high_freq_factor}; change one of the two",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Every feed-forward layer as a mixture of experts, as in Qwen3-MoE: no shared expert, no
+    capacity limit."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    """Experts that each token goes to."""
+    ffn_hidden_size: int = 352
+    """Of one expert."""
+    renormalize: bool = True
+    """The weights of the chosen experts add up to 1."""
+
+    def __post_init__(self) -> None:
+        _check(
+            0 < self.top_k <= self.num_experts,
+            f"moe.top_k is {self.top_k}, expected between 1 and moe.num_experts "
+            f"{self.num_experts}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A Llama-shaped decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention, no bias."""
+    """A Llama-shaped decoder: RMSNorm, gated feed-forward, RoPE, grouped-query attention."""
 
     num_layers: int = 4
     hidden_size: int = 128
@@ -39,6 +88,28 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     """Standard deviation of fresh weights; output projections get it over sqrt(2 * num_layers)."""
+    head_dim: int | None = None
+    """Width of a head; None is hidden_size over num_attention_heads."""
+    vocab_size: int | None = None
+    """Rows of the embedding that a pretrained model has; None: one for each id of the
+    tokenizer."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gate in the feed-forward layers."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Queries and keys are normalised by head before the rotary embedding (Qwen3)."""
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight (Gemma)."""
+    scale_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    rope_scaling: RopeScaling | None = None
+    moe: MoEConfig | None = None
+    """None: dense layers."""
+    weights: str | None = None
+    """Where the first weights come from: a folder that `binac convert` wrote, a Hugging Face
+    folder, a .gguf file, or `package:NAME` for the one in an installed package; None starts from
+    fresh ones."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
@@ -48,9 +119,14 @@ class ModelConfig:
                 f"model.{name} is {getattr(self, name)}, expected a positive number",
             )
         _check(
-            self.hidden_size % self.num_attention_heads == 0,
+            self.head_dim is not None or self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
             f"{self.num_attention_heads}; change one of the two",
+        )
+        _check(
+            self.head_width % 2 == 0,
+            f"model.head_dim is {self.head_width}, expected an even number: rotary embeddings turn "
+            "pairs",
         )
         _check(
             self.num_attention_heads % self.num_query_groups == 0,
@@ -58,6 +134,11 @@ class ModelConfig:
             f"num_query_groups "
             f"{self.num_query_groups}; change num_query_groups",
         )
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +151,25 @@ class ParallelConfig:
     """Pipeline stages."""
     vpp: int = 1
     """Virtual stages held by each pipeline rank; 1 is the plain 1F1B schedule."""
+    ep: int = 1
+    """Expert-parallel ranks, among the tensor-parallel ones of a replica: whole experts lie on
+    tp / ep ranks each."""
     sequence_parallel: bool = False
     """Split norms and residuals over the TP ranks along the tokens."""
     recompute: Literal["none", "full"] = "none"
     """Recompute a layer's activations in the backward pass instead of keeping them."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp"):
+        for name in ("tp", "pp", "vpp", "ep"):
             _check(
                 getattr(self, name) > 0,
                 f"parallel.{name} is {getattr(self, name)}, expected 1 or more",
             )
+        _check(
+            self.tp % self.ep == 0,
+            f"parallel.ep {self.ep} does not divide parallel.tp {self.tp}: experts lie on the "
+            "tensor-parallel ranks; change one of the two",
+        )
         _check(
             self.vpp == 1 or self.pp > 1,
             f"parallel.vpp is {self.vpp} with pp 1; set pp above 1 or vpp to 1",
@@ -136,12 +225,22 @@ class OptimizerConfig:
 class LossConfig:
     """The clipped policy gradient of one role (token mean over the global batch)."""
 
+    ratio: Literal["token", "sequence", "none"] = "token"
+    """Importance ratio of a token (PPO), of the whole answer (GSPO), or none (REINFORCE)."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     """Bound of the ratio for negative advantages; None is off."""
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """Mean over all tokens of the batch (DAPO), over answers of their token means (GRPO), over
+    answers of their token sums (RLOO), or token sums over answers times `constant_length`
+    (Dr. GRPO)."""
+    constant_length: int = 0
+    """Tokens that stand for an answer's length where `aggregate` is constant; 0 elsewhere."""
     kl_coef: float = 1e-3
-    """Weight of the k3 KL to the frozen reference; 0 also saves the reference forward pass."""
+    """Weight of the KL to the frozen reference; 0 also saves the reference forward pass."""
+    kl_estimator: Literal["k2", "k3", "k1_score"] = "k3"
+    """How the KL is estimated from the sampled token."""
     entropy_coef: float = 0.0
     engine_is_cap: float | None = None
     """Cap of the truncated importance weight learner/engine; None is off."""
@@ -152,6 +251,11 @@ class LossConfig:
         _check(0 <= self.clip_low < 1, f"loss.clip_low is {self.clip_low}, expected in [0, 1)")
         _check(self.clip_high >= 0, f"loss.clip_high is {self.clip_high}, expected 0 or more")
         _check(self.kl_coef >= 0, f"loss.kl_coef is {self.kl_coef}, expected 0 or more")
+        _check(
+            (self.constant_length > 0) == (self.aggregate == "constant"),
+            f"loss.constant_length is {self.constant_length} with aggregate {self.aggregate!r}; "
+            "set it to the longest answer in tokens for 'constant', and to 0 otherwise",
+        )
         _check(
             self.updates_per_batch > 0,
             f"loss.updates_per_batch is {self.updates_per_batch}, expected 1 or more",
@@ -192,6 +296,27 @@ class RoleConfig:
             self.model.ffn_hidden_size % tp == 0,
             f"parallel.tp {tp} does not divide model.ffn_hidden_size {self.model.ffn_hidden_size}",
         )
+        moe = self.model.moe
+        _check(
+            moe is not None or self.parallel.ep == 1,
+            f"parallel.ep is {self.parallel.ep} but the model has no experts; set it to 1",
+        )
+        if moe is not None:
+            ep = self.parallel.ep
+            _check(
+                moe.num_experts % ep == 0,
+                f"parallel.ep {ep} does not divide model.moe.num_experts {moe.num_experts}",
+            )
+            _check(
+                moe.ffn_hidden_size % (tp // ep) == 0,
+                f"parallel.tp / ep = {tp // ep} does not divide model.moe.ffn_hidden_size "
+                f"{moe.ffn_hidden_size}",
+            )
+            _check(
+                tp == 1 or self.parallel.sequence_parallel,
+                f"parallel.tp is {tp} with experts, which needs sequence parallelism (each tensor "
+                "rank routes its own tokens); set parallel.sequence_parallel=true",
+            )
         stages = self.parallel.pp * self.parallel.vpp
         _check(
             self.model.num_layers % stages == 0,
@@ -404,6 +529,11 @@ class Config:
     """Steps between checkpoints; 0 saves only at the end and on a signal."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_best: int = 0
+    """Checkpoints kept beside the newest for their held-out score: acc_t2, acc_t1 without a critic.
+    Only a step that was also evaluated has one."""
+    save_async: bool = False
+    """Write checkpoints beside the training; a copy of the tensors in host memory is the price."""
     max_generated_tokens: int = 0
     """Stop after the step that passes this many sampled tokens over all ranks; 0 is off."""
     actor: RoleConfig = field(default_factory=RoleConfig)
@@ -423,6 +553,7 @@ class Config:
             self.keep_checkpoints > 0,
             f"keep_checkpoints is {self.keep_checkpoints}, expected 1 or more",
         )
+        _check(self.keep_best >= 0, f"keep_best is {self.keep_best}, expected 0 or more")
         _check(
             self.max_generated_tokens >= 0,
             f"max_generated_tokens is {self.max_generated_tokens}, expected 0 or more",
@@ -497,7 +628,7 @@ def keys(cls: type = Config, prefix: str = "") -> list[str]:
     names: list[str] = []
     for item, hint in _fields(cls):
         inner = _dataclass_of(hint)
-        if inner is None:
+        if inner is None or item.default is None:  # a part that is off is set as a whole, as JSON
             names.append(prefix + item.name)
         else:
             names += keys(inner, f"{prefix}{item.name}.")

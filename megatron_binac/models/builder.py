@@ -24,6 +24,7 @@ from megatron_binac.config import ModelConfig, OptimizerConfig, RoleConfig
 from megatron_binac.models import cpu
 from megatron_binac.models.attention import RotaryByPosition
 from megatron_binac.models.parallel import Groups
+from megatron_binac.models.rope import inverse_frequencies
 from megatron_binac.models.spec import block_spec, padded_vocab_size, transformer_config
 from megatron_binac.seeds import name_seed
 
@@ -56,7 +57,7 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
             last = groups.is_last_stage and chunk == num_chunks - 1
             model = PolicyModel(
                 config,
-                block_spec(layers_here),
+                block_spec(layers_here, role.model),
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=role.model.max_sequence_length,
                 pre_process=first,
@@ -68,6 +69,10 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
                 pg_collection=groups.collection,
                 vp_stage=chunk if num_chunks > 1 else None,
             )
+            if role.model.rope_scaling is not None:
+                model.rotary_pos_emb.inv_freq = inverse_frequencies(role.model)
+            if first and role.model.scale_embedding:
+                model.embedding.register_forward_hook(_scale_output)
             model.rotary_pos_emb = RotaryByPosition(
                 model.rotary_pos_emb, role.model.max_sequence_length
             )
@@ -85,21 +90,25 @@ def initialize(model: PolicyModel, config: ModelConfig, groups: Groups, seed: in
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
-            key = _global_name(name, model)
+            key = _global_name(name, model, groups, config)
             if param.dim() == 1:
-                param.fill_(1.0)
+                is_zero = config.zero_centered_norm or key.endswith("bias")
+                param.fill_(0.0 if is_zero else 1.0)
                 continue
             std = config.init_std
             if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
                 std /= math.sqrt(2.0 * config.num_layers)
             dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
-            tp = groups.config.tp if dim is not None else 1
+            is_expert = ".experts." in key
+            tp = 1
+            if dim is not None:
+                tp = groups.config.tp // groups.config.ep if is_expert else groups.config.tp
             shape = list(param.shape)
             if dim is not None:
                 shape[dim] *= tp
             generator = torch.Generator().manual_seed(name_seed(seed, key))
             full = torch.empty(shape).normal_(0.0, std, generator=generator)
-            param.copy_(_slice(full, dim, tp, groups.tp_rank, gated="linear_fc1" in key))
+            param.copy_(_slice(full, dim, tp, groups.tp_rank % tp, gated="linear_fc1" in key))
 
 
 def _slice(full: Tensor, dim: int | None, tp: int, rank: int, *, gated: bool) -> Tensor:
@@ -111,12 +120,22 @@ def _slice(full: Tensor, dim: int | None, tp: int, rank: int, *, gated: bool) ->
     return torch.cat([half.chunk(tp, dim)[rank] for half in full.chunk(2, dim)], dim)
 
 
-def _global_name(name: str, model: PolicyModel) -> str:
-    """The parameter's name with the layer's number in the whole model instead of in this stage."""
+def _scale_output(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * torch.tensor(output.shape[-1] ** 0.5, dtype=output.dtype)
+
+
+def _global_name(name: str, model: PolicyModel, groups: Groups, config: ModelConfig) -> str:
+    """The parameter's name with the numbers that layer and expert have in the whole model."""
     parts = name.split(".")
     if "layers" in parts:
         at = parts.index("layers") + 1
         parts[at] = str(model.decoder.layers[int(parts[at])].layer_number - 1)
+    if "local_experts" in parts:
+        assert config.moe is not None
+        at = parts.index("local_experts") + 1
+        experts_here = config.moe.num_experts // groups.config.ep
+        first = groups.tp_rank // (groups.config.tp // groups.config.ep) * experts_here
+        parts[at] = str(first + int(parts[at]))
     key = ".".join(parts)
     # A tied head on another stage than the embedding starts from the same numbers.
     tied = model.share_embeddings_and_output_weights

@@ -107,6 +107,8 @@ def build_groups(role: str, config: ParallelConfig, seed: int) -> Groups:
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
             virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+            expert_model_parallel_size=config.ep,
+            expert_tensor_parallel_size=config.tp // config.ep,
         )
         collection = ProcessGroupCollection.use_mpu_process_groups()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

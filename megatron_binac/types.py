@@ -81,6 +81,8 @@ class Turn:
     """Set for attempts and revisions."""
     advantage: float = 0.0
     """Credit of the whole turn, broadcast over its tokens."""
+    token_advantages: np.ndarray | None = None
+    """float32 [num_tokens] where the tokens of the turn have a credit of their own."""
     trainable: bool = True
     """False where the turn failed or its group has no variance: it adds nothing to the loss."""
 
@@ -135,11 +137,13 @@ class TrainSequence:
     mask: np.ndarray
     """bool [L]: True on the tokens that are learned from. The first is always False: nothing
     scores it."""
-    advantage: float = 1.0
-    """Credit of every masked token."""
+    advantage: float | np.ndarray = 1.0
+    """Credit of every masked token, or float32 [L] where each token has its own."""
     logprobs: np.ndarray | None = None
     """float32 [L]: the engine's log-prob of each id, nan where it sampled none; None for
     supervised text."""
+    weight: float = 1.0
+    """Factor of the row's whole loss."""
 
     @property
     def num_targets(self) -> int:

@@ -19,7 +19,7 @@ PACKAGE = "megatron_binac"
 FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("config", "types", "seeds", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
-    (1, ("tokenizer", "run_folder", "ranks", "planner", "report")),
+    (1, ("tokenizer", "run_folder", "ranks", "planner", "report", "terms")),
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
     (3, ("rollout.sampling",)),
@@ -61,7 +61,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
-    "recipes", "tokenizer", "run_folder", "planner", "ranks", "cli", "report", "launch",
+    "recipes", "terms", "tokenizer", "run_folder", "planner", "ranks", "cli", "report", "launch",
     "training.telemetry", "benchmark.packing",
 )  # fmt: skip
 TOP_LEVEL = {

@@ -162,19 +162,36 @@ def sdpo_loss(
     rows_T1 = mask_T.unsqueeze(-1)
     student_TK = torch.where(rows_T1, student_TK, _MIN_LOGPROB)
     teacher_TK = torch.where(rows_T1, teacher_TK, _MIN_LOGPROB)
-    divergence_T = torch.where(mask_T, topk_divergence(student_TK, teacher_TK, cfg.alpha), 0.0)
+    divergence_T = topk_divergence(student_TK, teacher_TK, cfg.alpha)
+    return weigh_divergence(
+        torch.where(mask_T, divergence_T, 0.0), mask_T, cfg.ratio_clip, logprob_T, old_logprob_T
+    )
+
+
+def weigh_divergence(
+    divergence_T: Tensor,
+    mask_T: Tensor,
+    ratio_clip: float | None,
+    logprob_T: Tensor | None = None,
+    old_logprob_T: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of token divergences, each by its capped importance weight.
+
+    Args: divergence [T], 0 where masked, with gradient; the rest as in `sdpo_loss`.
+    Raises: ValueError when ratio_clip has no log-probs to act on.
+    """
     stats = {"num_tokens": mask_T.sum(), "divergence_sum": divergence_T.detach().sum()}
-    if cfg.ratio_clip is None:
+    if ratio_clip is None:
         return divergence_T.sum(), stats
     if logprob_T is None or old_logprob_T is None:
         raise ValueError(
-            f"got ratio_clip {cfg.ratio_clip} and no log-probs; expected logprob_T and "
+            f"got ratio_clip {ratio_clip} and no log-probs; expected logprob_T and "
             "old_logprob_T of the sampled ids: pass them, or set ratio_clip=None"
         )
     log_ratio_T = torch.where(mask_T, logprob_T.detach() - old_logprob_T.detach(), 0.0)
     ratio_T = log_ratio_T.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    stats["distill_clip_count"] = (mask_T & (ratio_T > cfg.ratio_clip)).sum()
-    return (ratio_T.clamp(max=cfg.ratio_clip) * divergence_T).sum(), stats
+    stats["distill_clip_count"] = (mask_T & (ratio_T > ratio_clip)).sum()
+    return (ratio_T.clamp(max=ratio_clip) * divergence_T).sum(), stats
 
 
 def trust_region_logprob(teacher_TV: Tensor, anchor_TV: Tensor, mix: float) -> Tensor:

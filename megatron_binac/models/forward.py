@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_binac import packing
 from megatron_binac.kernels import token_logprob
@@ -44,30 +46,47 @@ class MicroBatch:
     advantage_T: Tensor
     engine_logprob_T: Tensor
     """nan where no engine sampled the token."""
+    weight_T: Tensor | None
+    """Factor of each token's loss; None where all are 1."""
     indices: np.ndarray
     """Which of the global batch's sequences these are, in row order."""
 
+    def cu_seqlens(self) -> Tensor:
+        """int32 [S+1]: borders of the sequences, the padding's one-token ones included."""
+        return torch.tensor(self.bounds, dtype=torch.int32, device=self.ids_T.device)
+
 
 def pack(
-    sequences: Sequence[TrainSequence], plan: packing.Plan, rank: int, *, equal_length: bool
+    sequences: Sequence[TrainSequence],
+    plan: packing.Plan,
+    rank: int,
+    *,
+    length: int | None = None,
+    by_sequence: bool = False,
 ) -> list[MicroBatch]:
-    """The rows of one data-parallel rank; `equal_length` pads the rows of all ranks alike."""
-    if equal_length:
-        longest = int(plan.stored.max())
-        alignment = replace(plan.alignment, fixed_length=longest)
-    else:
-        alignment = plan.alignment
+    """The rows of one data-parallel rank.
+
+    `length` pads every row to so many tokens, which a pipeline needs; `by_sequence` divides each
+    token's weight by the number of targets of its sequence.
+    """
+    alignment = plan.alignment if length is None else replace(plan.alignment, fixed_length=length)
     ids = packing.Ragged.from_rows([s.ids for s in sequences], np.int32)
     mask = packing.Ragged.from_rows([s.mask for s in sequences], np.bool_)
     engine = packing.Ragged.from_rows([_engine_logprobs(s) for s in sequences], np.float32)
-    advantage = np.asarray([s.advantage for s in sequences], np.float32)
+    fields: dict[str, packing.Ragged | np.ndarray] = {
+        "engine": engine,
+        "advantage": _advantages(sequences),
+    }
+    weight_S = [s.weight / (max(s.num_targets, 1) if by_sequence else 1) for s in sequences]
+    if any(w != 1.0 for w in weight_S):
+        fields["weight"] = np.asarray(weight_S, np.float32)
     return [
         _micro_batch(
             packing.gather(
                 ids,
                 indices,
                 loss_mask=mask,
-                fields={"engine": engine, "advantage": advantage},
+                fields=fields,
                 alignment=alignment,
                 pad_id=PAD_ID,
             )
@@ -80,6 +99,14 @@ def _engine_logprobs(sequence: TrainSequence) -> np.ndarray:
     if sequence.logprobs is None:
         return np.full(len(sequence.ids), np.nan, np.float32)
     return sequence.logprobs
+
+
+def _advantages(sequences: Sequence[TrainSequence]) -> packing.Ragged | np.ndarray:
+    """One number a sequence, or one a token where any sequence has it so."""
+    if not any(isinstance(s.advantage, np.ndarray) for s in sequences):
+        return np.asarray([s.advantage for s in sequences], np.float32)
+    rows = [np.broadcast_to(np.asarray(s.advantage, np.float32), s.ids.shape) for s in sequences]
+    return packing.Ragged.from_rows(rows, np.float32)
 
 
 def _micro_batch(packed: packing.Packed) -> MicroBatch:
@@ -95,6 +122,7 @@ def _micro_batch(packed: packing.Packed) -> MicroBatch:
         mask_T=put(packed.loss_mask_T),
         advantage_T=put(packed.fields["advantage"]),
         engine_logprob_T=put(packed.fields["engine"]),
+        weight_T=put(packed.fields["weight"]) if "weight" in packed.fields else None,
         indices=packed.indices_s,
     )
 
@@ -120,9 +148,10 @@ class Scorer:
         mask_T = batch.mask_T.roll(
             -1
         )  # the first token of a row is never masked in, so none wraps around
+        weight = self.model.head_weight()
         logprob_T, entropy_T = token_logprob(
             hidden.squeeze(1),
-            self.model.head_weight(),
+            weight,
             labels_T,
             temperature=self.temperature,
             num_real_columns=self.vocab_size,
@@ -130,8 +159,51 @@ class Scorer:
             sequence_parallel=self.groups.config.sequence_parallel,
             mask_T=mask_T,
             with_entropy=with_entropy,
+            # Megatron's float32 buffer: a gradient in the weight's own dtype would be rounded once
+            # a micro-batch. A policy without an optimizer has none.
+            accumulate_into_main_grad=hasattr(weight, "main_grad"),
         )
         return logprob_T.roll(1), None if entropy_T is None else entropy_T.roll(1)
+
+
+    def target_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """Hidden states [N, H] that predict the masked tokens of the row, in order; whole under
+        SP."""
+        if self.groups.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, group=self.groups.collection.tp
+            )
+        elif self.groups.config.tp > 1:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden, group=self.groups.collection.tp
+            )
+        return hidden.squeeze(1)[batch.mask_T.roll(-1)]
+
+    def target_logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """Logits [N, V] of this rank's columns for the masked tokens of the row, in order."""
+        return _HeadLogits.apply(self.target_states(hidden, batch), self.model.head_weight())
+
+
+class _HeadLogits(torch.autograd.Function):
+    """states [N, H], head [V, H] -> logits [N, V]; the head's gradient goes to `main_grad` where
+    there is one, since Megatron skips a gradient of a weight that was added there before."""
+
+    @staticmethod
+    def forward(ctx: Any, states_NH: Tensor, weight_VH: Tensor) -> Tensor:
+        ctx.save_for_backward(states_NH, weight_VH)
+        ctx.main_grad = getattr(weight_VH, "main_grad", None)
+        return (states_NH @ weight_VH.t()).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor, Tensor]:
+        states_NH, weight_VH = ctx.saved_tensors
+        grad_states_NH = grad_NV.to(weight_VH.dtype) @ weight_VH
+        if ctx.main_grad is None:
+            return grad_states_NH, (grad_NV.t() @ states_NH.float()).to(weight_VH.dtype)
+        ctx.main_grad.addmm_(grad_NV.t(), states_NH.float())
+        weight_VH.grad_added_to_main_grad = True
+        return grad_states_NH, torch.zeros_like(weight_VH)
 
 
 LossFunction = Callable[[Tensor, MicroBatch, int], tuple[Tensor, dict[str, Tensor]]]

@@ -19,18 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_binac import packing
-from megatron_binac.algo.losses import (
-    PolicyLossConfig,
-    finalize_stats,
-    merge_stats,
-    nll_loss,
-)
+from megatron_binac.algo.losses import finalize_stats, merge_stats
 from megatron_binac.config import LossConfig, RoleConfig
-from megatron_binac.kernels import policy_loss
 from megatron_binac.models import cpu
 from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
+from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
 from megatron_binac.models.parallel import Groups
+from megatron_binac.terms import CrossEntropy, Term
 from megatron_binac.types import TrainSequence
 
 
@@ -59,6 +55,7 @@ class MegatronLearner:
         self.scheduler: Any = None
         self.num_updates = 0
         self._reference: list[Tensor] | None = None
+        self._teacher: list[Tensor] | None = None
         self._costs = packing.CostModel.from_shape(
             num_layers=config.model.num_layers,
             hidden=config.model.hidden_size,
@@ -100,8 +97,12 @@ class MegatronLearner:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """This rank's packed rows of the global batch; the same number of rows on every rank."""
+        plan = self._plan(sequences)
+        return pack(sequences, plan, self.groups.dp_rank, length=self._row_length([plan]))
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> packing.Plan:
         parallel = self.config.parallel
-        plan = packing.plan(
+        return packing.plan(
             np.asarray([len(s.ids) for s in sequences], np.int64),
             capacity=self.config.max_tokens_per_micro_batch,
             dp_size=self.groups.dp_size,
@@ -109,13 +110,21 @@ class MegatronLearner:
             alignment=self._alignment,
             microbatch_multiple=parallel.pp if parallel.vpp > 1 else 1,
         )
-        # A pipeline exchanges rows of one length.
-        return pack(sequences, plan, self.groups.dp_rank, equal_length=parallel.pp > 1)
+
+    def _row_length(self, plans: Sequence[packing.Plan]) -> int | None:
+        """A pipeline exchanges rows of one length; None where rows may differ."""
+        if self.config.parallel.pp == 1:
+            return None
+        return max(int(plan.stored.max()) for plan in plans)
 
     def _score(
-        self, batches: list[MicroBatch], weights: list[Tensor] | None = None
+        self,
+        batches: list[MicroBatch],
+        weights: list[Tensor] | None = None,
+        read: Callable[[Tensor, MicroBatch], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Log-prob [T] of each row under the live or the given weights; on the last stage only."""
+        """Log-prob [T] of each row (or what `read` makes of its hidden states) under the live or
+        the given weights; on the last stage only."""
         if weights is not None:
             self._swap(weights)
         self._train_mode(False)
@@ -125,7 +134,7 @@ class MegatronLearner:
                 self.model,
                 batches,
                 None,
-                lambda hidden, batch: self.scorer(hidden, batch, with_entropy=False)[0],
+                read or (lambda hidden, batch: self.scorer(hidden, batch, with_entropy=False)[0]),
             )
         finally:
             if weights is not None:
@@ -155,64 +164,55 @@ class MegatronLearner:
         return out
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossConfig) -> dict[str, float]:
-        """One batch of policy-gradient steps; returns what is logged, the same on every rank.
-
-        The loss is a token mean over the global batch. Raises FloatingPointError, before any weight
-        moves, where the loss or the gradient norm is not finite.
-        """
-        self._require_trainable()
-        num_tokens = sum(s.num_targets for s in sequences)
-        if num_tokens == 0:
-            return {"num_tokens": 0.0}
-        policy = PolicyLossConfig(
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            kl_coef=loss.kl_coef,
-            engine_is_cap=loss.engine_is_cap,
-            entropy_coef=loss.entropy_coef,
-        )
-        batches = self.plan(sequences)
-        if loss.kl_coef > 0 and self._reference is None:
-            raise ValueError(f"{self.role} holds no reference but loss.kl_coef is {loss.kl_coef}")
-        reference = self._score(batches, self._reference) if loss.kl_coef > 0 else None
-        # With one step a batch the log-probs of the same forward pass are the old ones: ratio 1
-        # exactly.
-        old = self._score(batches) if loss.updates_per_batch > 1 else None
-
-        def policy_term(
-            hidden: Tensor, batch: MicroBatch, number: int
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            logprob_T, entropy_T = self.scorer(hidden, batch, with_entropy=True)
-            return policy_loss(
-                logprob_T,
-                logprob_T.detach() if old is None else old[number],
-                batch.advantage_T,
-                batch.mask_T,
-                policy,
-                ref_logprob_T=None if reference is None else reference[number],
-                engine_logprob_T=batch.engine_logprob_T,
-                entropy_T=entropy_T,
-            )
-
-        for _ in range(loss.updates_per_batch):
-            values = self._step(batches, policy_term, num_tokens, _policy_names(policy))
-        return values
+        """One batch of policy-gradient steps on one term; see `learn`."""
+        return self.learn([Term(rows=sequences, loss=loss)])
 
     def supervise(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One step of cross entropy on the masked tokens (token mean over the global batch)."""
+        return self.learn([Term(rows=sequences, loss=CrossEntropy())])
+
+    def learn(self, terms: Sequence[Term]) -> dict[str, float]:
+        """One batch of steps on the sum of the terms; what is logged, the same on every rank.
+
+        Each term's loss is a sum over the global batch divided by the term's own denominator, so
+        that neither micro-batches nor ranks change it. Raises FloatingPointError, before any weight
+        moves, where the loss or the gradient norm is not finite.
+        """
         self._require_trainable()
+        live = [term for term in terms if term.num_targets and term.coef]
+        if not live:
+            return {"num_tokens": 0.0}
+        steps = max(_num_updates(term) for term in live)
+        rows = self._rows(live, keep_old=steps > 1)
+        for _ in range(steps):
+            values = self._step(rows)
+        return values
 
-        def nll_term(
-            hidden: Tensor, batch: MicroBatch, number: int
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            logprob_T, _ = self.scorer(hidden, batch, with_entropy=False)
-            return nll_loss(logprob_T, batch.mask_T)
-
-        num_tokens = sum(s.num_targets for s in sequences)
-        empty = torch.zeros(0, device=cpu.device())
-        names = sorted(nll_loss(empty, empty.bool())[1])
-        return self._step(self.plan(sequences), nll_term, num_tokens, names)
+    def _rows(self, terms: Sequence[Term], *, keep_old: bool) -> list[Rows]:
+        """Every term packed, with the log-probs that are fixed before the first step."""
+        # A teacher's row is longer than its student's and lies in the same place of the plan.
+        plans = [self._plan(term.teacher or term.rows) for term in terms]
+        length = self._row_length(plans)
+        out = []
+        for term, plan in zip(terms, plans, strict=True):
+            loss = term.loss
+            batches = pack(
+                term.rows, plan, self.groups.dp_rank, length=length, by_sequence=by_sequence(loss)
+            )
+            rows = Rows(term=term, batches=batches, denominator=denominator(term))
+            if isinstance(loss, LossConfig) and loss.kl_coef > 0:
+                if self._reference is None:
+                    raise ValueError(
+                        f"{self.role} holds no reference but loss.kl_coef is {loss.kl_coef}"
+                    )
+                rows.reference = self._score(batches, self._reference)
+            if isinstance(loss, LossConfig) and keep_old:
+                rows.old = self._score(batches)
+            if term.teacher is not None:
+                twins = pack(term.teacher, plan, self.groups.dp_rank, length=length)
+                rows.teacher = self._score(twins, self._teacher, self.scorer.target_logits)
+            out.append(rows)
+        return out
 
     def _require_trainable(self) -> None:
         if self.optimizer is None:
@@ -222,28 +222,26 @@ class MegatronLearner:
         for chunk in self.model:
             chunk.train(on)
 
-    def _step(
-        self,
-        batches: list[MicroBatch],
-        term: Callable[[Tensor, MicroBatch, int], tuple[Tensor, dict[str, Tensor]]],
-        num_tokens: int,
-        names: list[str],
-    ) -> dict[str, float]:
-        """Gradient of the summed terms over `num_tokens`, checked, clipped, applied."""
+    def _step(self, rows: Sequence[Rows]) -> dict[str, float]:
+        """Gradient of the terms' sum, checked, clipped, applied."""
         self.groups.activate()
         self._train_mode(True)
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        batches = [batch for part in rows for batch in part.batches]
+        place = [(part, at) for part in rows for at in range(len(part.batches))]
 
         def loss_function(
             hidden: Tensor, batch: MicroBatch, number: int
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            loss_sum, stats = term(hidden, batch, number)
-            return loss_sum / num_tokens, {**stats, "loss_sum": loss_sum.detach()}
+            part, at = place[number]
+            loss_sum, stats = compute(self.scorer, part, hidden, at)
+            loss = part.term.coef * loss_sum / part.denominator
+            return loss, {**stats, "loss_sum": loss_sum.detach()}
 
-        parts = run_schedule(self.groups, self.model, batches, loss_function)
-        values = finalize_stats(self._reduce(parts, [*names, "loss_sum"]))
+        found = run_schedule(self.groups, self.model, batches, loss_function)
+        values = self._reduce(rows, found)
         with cpu.region():
             self.optimizer.prepare_grads()
             grad_norm = float(self.optimizer.get_grad_norm())
@@ -262,38 +260,39 @@ class MegatronLearner:
         self.num_updates += 1
         return {**values, "grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
 
-    def _reduce(self, parts: list[dict[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-        """Add up statistics over micro-batches and ranks; names on _max by max. The same on every
-        rank."""
-        device = cpu.device()
-        merged = merge_stats(*parts) if parts and self.groups.reports else {}
-        zero = torch.zeros((), device=device)
-        sums = torch.stack([merged.get(n, zero).double() for n in names if not n.endswith("_max")])
-        tops = torch.stack(
-            [merged.get(n, zero).double() for n in names if n.endswith("_max")] or [zero.double()]
-        )
-        dist.all_reduce(sums)
-        dist.all_reduce(tops, op=dist.ReduceOp.MAX)
-        sum_names = [n for n in names if not n.endswith("_max")]
-        top_names = [n for n in names if n.endswith("_max")]
-        return {
-            **dict(zip(sum_names, sums, strict=True)),
-            **dict(zip(top_names, tops, strict=False)),
-        }
+    def _reduce(
+        self, rows: Sequence[Rows], found: list[dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Statistics of every term over micro-batches and ranks (names on _max by max), and the
+        loss of all terms together; the same on every rank."""
+        zero = torch.zeros((), device=cpu.device())
+        sums: dict[tuple[int, str], Tensor] = {}
+        start = 0
+        for i, part in enumerate(rows):
+            stop = start + len(part.batches)
+            here = found[start:stop] if self.groups.reports else []
+            merged = merge_stats(*here) if here else {}
+            for name in [*names(part.term.loss, cpu.device()), "loss_sum"]:
+                sums[i, name] = merged.get(name, zero).double()
+            start = stop
+        added = [key for key in sums if not key[1].endswith("_max")]
+        top = [key for key in sums if key[1].endswith("_max")]
+        total = torch.stack([sums[key] for key in added])
+        highest = torch.stack([sums[key] for key in top] or [zero.double()])
+        dist.all_reduce(total)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        sums |= dict(zip(added, total, strict=True)) | dict(zip(top, highest, strict=False))
+        out: dict[str, float] = {}
+        loss = 0.0
+        for i, part in enumerate(rows):
+            own = {name: value for (j, name), value in sums.items() if j == i}
+            values = finalize_stats(own)
+            values["loss"] = float(own["loss_sum"]) / part.denominator
+            loss += part.term.coef * values["loss"]
+            prefix = f"{part.term.name}/" if part.term.name else ""
+            out |= {prefix + name: value for name, value in values.items()}
+        return out | {"loss": loss}
 
 
-def _policy_names(policy: PolicyLossConfig) -> list[str]:
-    """Names of the statistics, for ranks that compute none: what the loss says of an empty row."""
-    empty = torch.zeros(0, device=cpu.device())
-    needs_reference = policy.kl_coef > 0
-    _, stats = policy_loss(
-        empty,
-        empty,
-        empty,
-        empty.bool(),
-        policy,
-        ref_logprob_T=empty if needs_reference else None,
-        engine_logprob_T=empty,
-        entropy_T=empty,
-    )
-    return sorted(stats)
+def _num_updates(term: Term) -> int:
+    return term.loss.updates_per_batch if isinstance(term.loss, LossConfig) else 1

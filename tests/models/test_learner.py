@@ -273,6 +273,26 @@ def test_the_entropy_bonus_raises_the_entropy() -> None:
     assert entropies[1.0] > entropies[0.0] + 0.1
 
 
+def test_the_gradient_of_the_head_is_summed_in_float32() -> None:
+    """In bfloat16 the head adds to Megatron's buffer directly: nothing was rounded on the way."""
+    learner = make(role=replace(ROLE, precision="bf16"))
+    assert len(learner.plan(ROWS)) == 1
+    learner.update(ROWS, PLAIN)
+    head = learner.chunks[-1].head_weight()
+    layer = learner.chunks[-1].decoder.layers[0].mlp.linear_fc2.weight
+    rounded = {}
+    for name, weight in (("head", head), ("layer", layer)):
+        assert (weight.dtype, weight.main_grad.dtype) == (torch.bfloat16, torch.float32)
+        assert weight.grad is None
+        main = weight.main_grad[:VOCAB]
+        assert main.abs().max() > 1e-4
+        rounded[name] = (main == main.bfloat16().float()).float().mean().item()
+    # A layer's gradient of one micro-batch came in bfloat16; of the head's one value in 256 fits.
+    assert rounded["layer"] == 1.0
+    assert rounded["head"] < 0.1
+    assert head.grad_added_to_main_grad is True
+
+
 def test_an_update_makes_what_earned_more_likely() -> None:
     learner = make()
     good, bad = ROWS[2], ROWS[4]

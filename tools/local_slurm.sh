@@ -134,7 +134,7 @@ free_port() { # a base with nobody near it, below the range that the system hand
 
 write_config() {
   local name gres=""
-  printf '%q ' "$nodes" "$cpus" "$memory" "$gpus" "$port" "$accounting" >"$root/etc/settings"
+  echo "$nodes" "$cpus" "$memory" "$gpus" "$port" "$accounting" >"$root/etc/settings"
   {
     printf '127.0.0.1 localhost %s\n' "$(hostname -s)"
     for name in $(node_names); do printf '%s %s\n' "$(node_address "$name")" "$name"; done

@@ -17,12 +17,12 @@ PACKAGE = "megatron_binac"
 # Floors from the ground up. A module imports from lower floors, and on its own floor only as
 # OWN_FLOOR says. The first pattern that fits a module counts.
 FLOORS: list[tuple[int, tuple[str, ...]]] = [
-    (0, ("config", "types", "seeds", "__init__")),
+    (0, ("config", "method_config", "types", "seeds", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
     (1, ("tokenizer", "run_folder", "ranks", "planner", "report", "terms")),
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
-    (3, ("rollout.sampling",)),
+    (3, ("rollout.sampling", "rollout.critics", "rollout.http_critic")),
     (4, ("rollout.vllm_engine", "rollout.megatron_engine", "rollout.play", "rollout.batch")),
     (4, ("rollout.hf_engine",)),
     (5, ("rollout.*", "rollout")),
@@ -33,9 +33,12 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (10, ("cli", "__main__")),
 ]
 OWN_FLOOR: list[tuple[str, str]] = [
+    ("config", "method_config"),
     ("algo.*", "algo.*"),
     ("tasks*", "tasks*"),
     ("packing", "packing_reference"),
+    ("planner*", "planner*"),
+    ("report", "report_page"),
     ("kernels*", "kernels*"),
     ("models*", "models*"),
     ("rollout.scripted_engine", "rollout.engine"),
@@ -59,10 +62,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "sentencepiece": ("tokenizer",),
 }
 TORCH_FREE = (
-    "config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
+    "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
     "recipes", "terms", "tokenizer", "run_folder", "planner", "ranks", "cli", "report", "launch",
-    "training.telemetry", "benchmark.packing",
+    "training.telemetry", "benchmark.packing", "rollout.critics", "rollout.http_critic",
 )  # fmt: skip
 TOP_LEVEL = {
     "megatron_binac", "csrc", "examples", "tools", "setup.py", "tests", "README.md",

@@ -15,6 +15,20 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_binac.method_config import (
+    CollapseConfig,
+    ContrastConfig,
+    CreditConfig,
+    FeedbackModelConfig,
+    SelfDistillConfig,
+    ShapedConfig,
+    SpanConfig,
+    StageConfig,
+    TeacherConfig,
+    TextCriticConfig,
+    ValueHeadConfig,
+)
+
 
 def _check(ok: bool, message: str) -> None:
     if not ok:
@@ -357,9 +371,19 @@ class RolloutConfig:
     """F: feedbacks per criticised attempt."""
     revisions: int = 2
     """M: revisions per feedback."""
-    select: Literal["natural", "prefer_wrong"] = "natural"
-    """Which attempts are criticised; `prefer_wrong` is weighted back to the natural mix in the
-    loss."""
+    select: Literal["natural", "prefer_wrong", "wrong", "failed_groups"] = "natural"
+    """Which attempts are criticised. `prefer_wrong` is weighted back to the natural mix in the
+    loss; `wrong` takes wrong ones only, `failed_groups` only those of a prompt that no attempt
+    solved."""
+    rounds: int = 1
+    """Times that the revisions of a prompt without any right answer are criticised and revised
+    again, the first one included; above 1 only where `select` is failed_groups."""
+    resample: int = 0
+    """Further draws of prompts in place of those whose attempts all got the same reward (DAPO's
+    dynamic sampling)."""
+    overlong_buffer: int = 0
+    """Last tokens of `max_attempt_tokens` over which an attempt's reward falls by 1 (DAPO); 0 is
+    off."""
     temperature: float = 1.0
     """Of sampling; log-probs are taken at the same temperature."""
     top_k: int = 0
@@ -399,6 +423,17 @@ class RolloutConfig:
             f"rollout.temperature is {self.temperature}, expected above 0 (greedy decoding is for "
             f"evaluation)",
         )
+        _check(
+            self.rounds == 1 or (self.rounds > 1 and self.select == "failed_groups"),
+            f"rollout.rounds is {self.rounds} with select {self.select!r}; expected 1, or more "
+            "with select failed_groups",
+        )
+        _check(self.resample >= 0, f"rollout.resample is {self.resample}, expected 0 or more")
+        _check(
+            0 <= self.overlong_buffer <= self.max_attempt_tokens,
+            f"rollout.overlong_buffer is {self.overlong_buffer}, expected between 0 and "
+            f"rollout.max_attempt_tokens {self.max_attempt_tokens}",
+        )
         _check(self.top_k >= 0, f"rollout.top_k is {self.top_k}, expected 0 (off) or more")
         _check(0 < self.top_p <= 1, f"rollout.top_p is {self.top_p}, expected in (0, 1]")
 
@@ -410,8 +445,14 @@ class BilevelConfig:
     lam: float = 0.1
     """Weight of the value-function penalty. 0 is joint training; above 0, V* > V lowers a
     feedback's credit."""
-    adaptation: Literal["follow"] = "follow"
-    """How the best response th* is had: the actor as it stands after the block's own steps."""
+    adaptation: Literal["follow", "lookahead", "value"] = "follow"
+    """How the best response th* is had. follow: the actor as it stands after the block's own steps;
+    lookahead: after `lookahead_steps` more on a scratch copy; value: V and V^k of a value head in
+    the place of V and V* (MLMT-RL)."""
+    lookahead_steps: int = 1
+    """Of lookahead: further actor steps on the block's last batch, taken back afterwards."""
+    value_weight: float = 1.0
+    """Weight of the value of a feedback in its utility; 0 leaves discrimination alone."""
     actor_steps_per_critic_step: int = 1
     """K: actor updates between two critic updates."""
     discrimination_coef: float = 0.0
@@ -431,7 +472,14 @@ class BilevelConfig:
             f"bilevel.actor_steps_per_critic_step is {self.actor_steps_per_critic_step}, expected "
             f"1 or more",
         )
-        for name in ("discrimination_coef", "leak_coef", "attempt_weight", "attempt_value_weight"):
+        _check(
+            self.lookahead_steps > 0
+            and (self.lookahead_steps == 1 or self.adaptation == "lookahead"),
+            f"bilevel.lookahead_steps is {self.lookahead_steps} with adaptation "
+            f"{self.adaptation!r}; it acts under adaptation lookahead only, from 1 up",
+        )
+        for name in ("discrimination_coef", "leak_coef", "attempt_weight", "attempt_value_weight",
+                     "value_weight"):  # fmt: skip
             _check(
                 getattr(self, name) >= 0,
                 f"bilevel.{name} is {getattr(self, name)}, expected 0 or more",
@@ -516,6 +564,10 @@ class TrackConfig:
     """Trees written to `transcripts.jsonl` each step."""
 
 
+STAGED = ("bilevel.", "credit.", "rollout.", "self_distill.", "actor.loss.", "critic.loss.")
+"""What a stage may change: nothing that models, optimizers or engines are built from."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """One run."""
@@ -538,9 +590,27 @@ class Config:
     """Stop after the step that passes this many sampled tokens over all ranks; 0 is off."""
     actor: RoleConfig = field(default_factory=RoleConfig)
     critic: RoleConfig | None = field(default_factory=RoleConfig)
-    """None: a recipe without a critic (rollout.criticised is 0), evaluated without feedback."""
+    """None: a recipe without a critic (rollout.criticised is 0), evaluated without feedback; or one
+    whose feedback comes from `text_critic`."""
+    shared_policy: bool = False
+    """One set of weights plays both roles, told apart by their prompts; `critic` is None then, and
+    `actor` says how the policy learns."""
+    text_critic: TextCriticConfig | None = None
+    """Feedback from outside, in the place of a critic policy."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bilevel: BilevelConfig = field(default_factory=BilevelConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    self_distill: SelfDistillConfig | None = None
+    feedback_model: FeedbackModelConfig | None = None
+    teacher: TeacherConfig | None = None
+    shaped: ShapedConfig | None = None
+    contrast: ContrastConfig | None = None
+    spans: SpanConfig | None = None
+    value_head: ValueHeadConfig | None = None
+    stages: tuple[StageConfig, ...] = ()
+    """Parts of the run with settings of their own, by their start."""
+    collapse: CollapseConfig | None = None
+    """Ends a run whose critic has nothing left to say; None lets it go on."""
     task: TaskConfig = field(default_factory=TaskConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -558,12 +628,8 @@ class Config:
             self.max_generated_tokens >= 0,
             f"max_generated_tokens is {self.max_generated_tokens}, expected 0 or more",
         )
-        _check(
-            self.critic is not None or self.rollout.criticised == 0,
-            f"rollout.criticised is {self.rollout.criticised} but there is no critic; set "
-            f"rollout.criticised to 0 "
-            "or use a recipe with a critic",
-        )
+        self._check_critic()
+        self._check_methods()
         longest = self.actor.model.max_sequence_length
         turns = (
             self.rollout.max_attempt_tokens
@@ -576,6 +642,113 @@ class Config:
             f"{longest}; raise it or "
             "lower rollout.max_*_tokens",
         )
+
+    @property
+    def critic_learns(self) -> bool:
+        """Whether any policy is trained as the critic."""
+        return self.shared_policy or (self.critic is not None and self.critic.train)
+
+    def _check_critic(self) -> None:
+        speakers = [
+            name
+            for name, there in (
+                ("critic", self.critic is not None),
+                ("shared_policy", self.shared_policy),
+                ("text_critic", self.text_critic is not None),
+            )
+            if there
+        ]
+        _check(
+            len(speakers) <= 1,
+            f"{' and '.join(speakers)} are set, expected one source of feedback at most; set the "
+            "others to null (shared_policy to false)",
+        )
+        _check(
+            bool(speakers) or self.rollout.criticised == 0,
+            f"rollout.criticised is {self.rollout.criticised} but there is no critic; set "
+            f"rollout.criticised to 0 "
+            "or use a recipe with a critic",
+        )
+        _check(
+            self.rollout.resample == 0 or self.rollout.criticised == 0,
+            f"rollout.resample is {self.rollout.resample} with rollout.criticised "
+            f"{self.rollout.criticised}; drawing anew looks at attempts alone, set one to 0",
+        )
+
+    def _check_methods(self) -> None:
+        """No setting stands there unused, and every block has what it works on."""
+        kind, criticised = self.credit.kind, self.rollout.criticised
+        feedback = ("chain", "two_turn", "union", "regenerated", "spans", "value")
+        _check(
+            criticised > 0 or kind not in feedback,
+            f"credit.kind is {kind!r} with rollout.criticised 0; it pays for answers to feedback, "
+            "set rollout.criticised to 1 or more or credit.kind to group",
+        )
+        _check(
+            kind != "two_turn" or criticised == self.rollout.attempts,
+            f"credit.kind is two_turn with rollout.criticised {criticised} of "
+            f"{self.rollout.attempts} attempts; every chain needs a second turn, set the two equal",
+        )
+        _check(
+            (kind == "regenerated") == (self.rollout.select == "failed_groups"),
+            f"credit.kind is {kind!r} with rollout.select {self.rollout.select!r}; regenerated and "
+            "failed_groups go together",
+        )
+        _check(
+            (kind == "spans") == (self.spans is not None),
+            f"credit.kind is {kind!r} and spans is {'set' if self.spans else 'null'}; set both or "
+            "neither",
+        )
+        _check(
+            (kind == "union") == (self.shaped is not None),
+            f"credit.kind is {kind!r} and shaped is {'set' if self.shaped else 'null'}; union pays "
+            "revisions as answers to the problem alone: set both or neither",
+        )
+        _check(
+            self.contrast is None or kind == "regenerated",
+            f"contrast is set with credit.kind {kind!r}; it compares regenerated groups, set "
+            "credit.kind to regenerated or contrast to null",
+        )
+        for name in ("self_distill", "feedback_model", "teacher"):
+            _check(
+                getattr(self, name) is None or criticised > 0,
+                f"{name} is set with rollout.criticised 0; it learns from feedback, set "
+                f"rollout.criticised to 1 or more or {name} to null",
+            )
+        values = kind in ("value", "spans") or self.bilevel.adaptation == "value"
+        _check(
+            values == (self.value_head is not None),
+            f"value_head is {'set' if self.value_head else 'null'} with credit.kind {kind!r} and "
+            f"bilevel.adaptation {self.bilevel.adaptation!r}; credit value or spans and adaptation "
+            "value read it, the others do not",
+        )
+        starts = [stage.start for stage in self.stages]
+        _check(
+            starts == sorted(set(starts)) and (not starts or starts[0] == 0.0),
+            f"stages start at {starts}, expected 0 first and each later than the one before",
+        )
+        for stage in self.stages:
+            for item in stage.set:
+                _check(
+                    item.startswith(STAGED),
+                    f"stages.set holds {item!r}, expected a setting of {', '.join(STAGED)}",
+                )
+            override(dataclasses.replace(self, stages=()), list(stage.set))
+
+    def at(self, progress: float) -> Config:
+        """The config as it stands at this share of the run: its stage's settings put in, and roles
+        that rest in it frozen (`train` False)."""
+        now = [stage for stage in self.stages if stage.start <= progress]
+        if not now:
+            return self
+        there = override(dataclasses.replace(self, stages=()), list(now[-1].set))
+        for role in ("actor", "critic"):
+            config = getattr(there, role)
+            if config is not None and role not in now[-1].train:
+                there = dataclasses.replace(
+                    there, **{role: dataclasses.replace(config, train=False)}
+                )
+        return there
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError where a role's layout does not fit `world_size` ranks."""
@@ -610,6 +783,12 @@ def override(config: Config, assignments: list[str]) -> Config:
         )
         node, path = tree, key.split(".")
         for depth, part in enumerate(path):
+            if node is None and depth:
+                block = ".".join(path[:depth])
+                raise ValueError(
+                    f"{key} cannot be set: {block} is null in this recipe; turn it on with its "
+                    f"defaults first, --set {block}={{}}"
+                )
             free_form = path[:depth] == ["task", "options"]
             if not free_form and (not isinstance(node, dict) or part not in node):
                 raise ValueError(_unknown_key(key))
@@ -675,6 +854,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return None
     if inner is not None:
         return _build(inner, value, key + ".")
+    if typing.get_origin(hint) is tuple:
+        _check(isinstance(value, list | tuple), f"{key} is {value!r}, expected a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, v, f"{key}[{i}]") for i, v in enumerate(value))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         _check(

@@ -68,7 +68,8 @@ def transcripts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    """Everything beside the file that names the newest."""
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir() if p.name != "latest")
 
 
 def state(run_dir: Path, step: int) -> dict[str, Any]:

@@ -1,20 +1,27 @@
 """Checkpoints of both roles by Megatron's distributed checkpointing, under any layout, put in
 place in one move.
 
-A checkpoint is written to a folder with another name, which is renamed when all of it is there:
-what is called `step_000010` is complete. `state.json` holds what is not a tensor. There is no
-random state to keep: every random number of a run comes from a seed, a step and a name
-(`megatron_binac.seeds`).
+A checkpoint is written to a folder with another name, hashed into a manifest, flushed, and renamed:
+what is called `step_000010` is complete. The file `latest`, which names it, moves last; what is
+dropped goes after that. Before a checkpoint is read it is checked against its manifest; a damaged
+one is named and the one before it is used (`newest_good`). `state.json` holds what is not a tensor.
+There is no random state to keep: every random number of a run comes from a seed, a step and a name
+(`megatron_binac.seeds`). That also holds for the trees of a step that a kill interrupts: the cursor
+is saved before they are grown, so that a resumed run grows the same ones again, once.
 """
 
 from __future__ import annotations
 
 import errno
+import inspect
 import json
+import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +30,16 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_binac.models import cpu
+from megatron_binac.models import cpu, manifest, pickles
 from megatron_binac.models.learner import MegatronLearner
+
+logger = logging.getLogger(__name__)
 
 FIRST = "step_000000"
 """The weights before the first step: the frozen reference, kept for the whole run."""
+
+LATEST = "latest"
+"""File beside the checkpoints that names the newest one."""
 
 HEADERS = 8192
 """Bytes on the disk beside the numbers of one parameter and its optimizer state."""
@@ -41,39 +53,206 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Which checkpoints stay: the first always does."""
+
+    newest: int
+    best: int = 0
+    """The ones with the highest scores, beside the newest."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Background:
+    """Writes one checkpoint at a time beside the training, with Megatron-Core's requests.
+
+    A copy of the tensors is taken in `save`; `settle` puts the checkpoint in place once every rank
+    has written its part. What a kill interrupts is a draft: the checkpoint before it stays the
+    newest.
+    """
+
+    _pending: _Pending | None = None
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Seal what is being written if all ranks are done with it, or `wait` for them; collective.
+
+        Raises OSError where the disk failed.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if not wait:
+            busy = torch.tensor(int(pending.thread.is_alive()), device=cpu.device())
+            dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+            if int(busy):
+                return
+        pending.thread.join()
+        self._pending = None
+        pending.job.finish(pending.requests, pending.digests, pending.problem)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pending:
+    job: _Job
+    thread: threading.Thread
+    requests: list[Any]
+    digests: dict[str, manifest.Digest] = field(default_factory=dict)
+    problem: OSError | None = None
+
+
 def save(
     folder: Path,
     step: int,
     learners: Mapping[str, MegatronLearner],
     state: Mapping[str, Any],
     keep: int,
+    *,
+    keep_best: int = 0,
+    score: float | None = None,
+    background: Background | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder` and drop all but the newest `keep`; collective.
+    """Write the checkpoint of `step` under `folder` and drop all but the newest `keep`, the first,
+    and the `keep_best` with the highest scores; collective.
 
-    Raises OSError where the disk failed, on every rank that can be told; what was there before is
-    untouched.
+    With `background` the disk is written beside the training and the checkpoint is there after a
+    later `settle`. Raises OSError where the disk failed, on every rank that can be told; what was
+    there before is untouched.
     """
-    target = folder / step_name(step)
-    draft = folder / f".{target.name}.draft"
-    first = dist.get_rank() == 0
+    if background is not None:
+        background.settle(wait=True)
+    kept = Kept(newest=keep, best=keep_best)
+    job = _Job(folder=folder, step=step, score=score, kept=kept)
     num_bytes = _num_bytes(learners)
-    _together(lambda: _begin(draft, num_bytes) if first else None, target)
+    first = dist.get_rank() == 0
+    _together(lambda: _begin(job.draft, num_bytes) if first else None, job.target)
+    job.meta = {
+        **state,
+        "step": step,
+        "learners": {role: _light_state(learner) for role, learner in learners.items()},
+    }
     try:
-        _write(draft, learners, target)
-        if first:
-            meta = {
-                **state,
-                "step": step,
-                "learners": {role: _light_state(learner) for role, learner in learners.items()},
-            }
-        _together(lambda: _seal(draft, target, meta) if first else None, target)
+        requests = _write(job, learners, background)
+        if background is None:
+            job.seal({})
+        else:
+            background._pending = _start(job, requests)
     except OSError:
         if first:
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(job.draft, ignore_errors=True)
         raise
-    if first:
-        _prune(folder, keep)
-    return target
+    return job.target
+
+
+@dataclass(kw_only=True, slots=True)
+class _Job:
+    """One checkpoint on its way."""
+
+    folder: Path
+    step: int
+    score: float | None
+    kept: Kept
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Path:
+        return self.folder / step_name(self.step)
+
+    @property
+    def draft(self) -> Path:
+        return self.folder / f".{self.target.name}.draft"
+
+    def finish(
+        self, requests: list[Any], digests: dict[str, manifest.Digest], problem: OSError | None
+    ) -> None:
+        """Let Megatron-Core close what was written in the background, and seal; collective."""
+        try:
+            _raise_together(problem, self.target)
+            with _disk_errors(self.target), cpu.region():
+                for request in requests:
+                    for close in request.finalize_fns:
+                        close()
+            self.seal(digests)
+        except OSError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.draft, ignore_errors=True)
+            raise
+
+    def seal(self, digests: dict[str, manifest.Digest]) -> None:
+        """Hash what is not hashed yet, write the manifest, rename, move `latest`, drop the old;
+        collective."""
+        first = dist.get_rank() == 0
+
+        def write_and_hash() -> None:
+            if first:
+                (self.draft / "state.json").write_text(json.dumps(self.meta), encoding="utf-8")
+            hash_own(self.draft, digests)
+
+        _together(write_and_hash, self.target)
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, digests)
+        found = {name: digest for share in shares for name, digest in share.items()}
+        facts = {"step": self.step, "score": self.score}
+        _together(lambda: _seal(self, found, facts) if first else None, self.target)
+        if first:
+            _prune(self.folder, self.kept)
+
+
+def hash_own(draft: Path, digests: dict[str, manifest.Digest]) -> None:
+    """Add the hashes of the files that this rank wrote; the first rank's are also all that have no
+    rank in their name."""
+    rank = dist.get_rank()
+    for name in manifest.files(draft):
+        writer = re.match(r"__(\d+)_", Path(name).name)
+        if name not in digests and rank == (int(writer[1]) if writer else 0):
+            digests[name] = manifest.digest(draft / name, flush=True)
+
+
+def newest_good(folder: Path, *, set_aside: bool) -> Path | None:
+    """The newest checkpoint whose every file is what was written; None where there is none.
+
+    Damaged ones are logged in one line each and, with `set_aside`, renamed to `step_N.damaged`.
+    Collective: the ranks share the reading.
+    """
+    names: list[Any] = [_complete(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    for name in names[0]:
+        reason = damage(folder / name)
+        if reason is None:
+            if set_aside and dist.get_rank() == 0:
+                point_latest(folder / name)
+            return folder / name
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"checkpoint {folder / name} is damaged: {reason}; it is not used"
+                + (f" and is called {name}.damaged now" if set_aside else "")
+                + ", the one before it is tried"
+            )
+            if set_aside:
+                shutil.rmtree(folder / f"{name}.damaged", ignore_errors=True)
+                (folder / name).rename(folder / f"{name}.damaged")
+        dist.barrier()
+    return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in one line; None where they are what was written.
+    Collective."""
+    problem = None
+    try:
+        listed = manifest.read(path)["files"]
+        mine = sorted(listed)[dist.get_rank() :: dist.get_world_size()]
+        problem = manifest.damage(path, mine, listed)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    return next((text for text in found if text is not None), None)
+
+
+def _complete(folder: Path) -> list[str]:
+    """Names of the checkpoints in `folder`, newest first."""
+    steps = [p.name for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(steps, key=lambda name: int(name[5:]), reverse=True)
 
 
 def load(path: Path, learners: Mapping[str, MegatronLearner]) -> dict[str, Any]:
@@ -92,18 +271,31 @@ def load(path: Path, learners: Mapping[str, MegatronLearner]) -> dict[str, Any]:
 def save_learner(path: Path, learner: MegatronLearner, *, with_optimizer: bool = True) -> None:
     """Write one role's weights (and optimizer, where it has one) to the new folder `path`;
     collective."""
+    _save_learner(path, learner, with_optimizer=with_optimizer, later=False)
+
+
+def _save_learner(
+    path: Path, learner: MegatronLearner, *, with_optimizer: bool, later: bool
+) -> Any:
+    """Write one role, or prepare to: with `later`, Megatron-Core's request comes back."""
     learner.groups.activate()
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
+    extra: dict[str, Any] = {"async_sharded_save": True} if later else {}
+    if later and "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        extra["async_strategy"] = "mcore"  # the other one is a package of its own
     with cpu.region():
-        dist_checkpointing.save(
-            _sharded(learner, with_optimizer=with_optimizer, loading=False), str(path)
-        )
+        state = _sharded(learner, with_optimizer=with_optimizer, loading=False)
+        return dist_checkpointing.save(state, str(path), **extra)
 
 
 def load_learner(path: Path, learner: MegatronLearner, *, weights_only: bool = False) -> None:
-    """Read one role's weights (and optimizer) from `path`, saved under any layout; collective."""
+    """Read one role's weights (and optimizer) from `path`, saved under any layout; collective.
+
+    Raises ValueError, before anything is read into the model, where reading it could run a program.
+    """
+    _check_pickles(path)
     learner.groups.activate()
     with_optimizer = learner.optimizer is not None and not weights_only
     with cpu.region():
@@ -117,6 +309,20 @@ def load_learner(path: Path, learner: MegatronLearner, *, weights_only: bool = F
             learner.optimizer.load_state_dict(loaded["optimizer"])
         elif learner.optimizer is not None:
             learner.optimizer.reload_model_params()
+
+
+def _check_pickles(path: Path) -> None:
+    """Raise ValueError on all ranks where the checkpoint could run a program; the first rank
+    looks."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            pickles.check(path)
+        except (OSError, ValueError) as error:
+            found = [str(error)]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is not None:
+        raise ValueError(found[0])
 
 
 def _sharded(learner: MegatronLearner, *, with_optimizer: bool, loading: bool) -> dict[str, Any]:
@@ -189,38 +395,127 @@ def _begin(draft: Path, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, reason)
 
 
-def _write(draft: Path, learners: Mapping[str, MegatronLearner], target: Path) -> None:
-    """Let Megatron-Core write every role. Raises OSError where the disk failed."""
-    reason = None
+def _write(
+    job: _Job, learners: Mapping[str, MegatronLearner], background: Background | None
+) -> list[Any]:
+    """Let Megatron-Core write every role, or say how to. Raises OSError where the disk failed."""
+    with _disk_errors(job.target):
+        if background is None:
+            for role, learner in learners.items():
+                save_learner(job.draft / role, learner)
+            return []
+        return [
+            _save_learner(job.draft / role, learner, with_optimizer=True, later=True)
+            for role, learner in learners.items()
+        ]
+
+
+class _disk_errors:
+    """Turns what Megatron-Core raises on a failed disk into one OSError; collective on its way
+    out."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        reason = None
+        if isinstance(error, OSError | RuntimeError):
+            # Small files are written by one rank amid the collectives of all. The others cannot be
+            # told: they end as this one does, when its connections close.
+            if isinstance(error, RuntimeError) and not _of_the_disk(error):
+                return
+            number = error.errno if isinstance(error, OSError) else errno.ENOSPC
+            raise _failure(self.target, OSError(number, str(error))) from error
+        if isinstance(error, CheckpointException):  # on all ranks at once; one knows the reasons
+            text = "; ".join(str(exception) for exception, _ in error.failures.values())
+            found = re.search(r"\[Errno (\d+)\]", text)
+            unknown = errno.ENOSPC if any(sign in text for sign in WRITE_ERRORS) else errno.EIO
+            reason = OSError(int(found[1]) if found else unknown, text)
+        elif error is not None:
+            return
+        _raise_together(reason, self.target)
+
+
+def _of_the_disk(error: RuntimeError) -> bool:
+    return any(sign in str(error) for sign in WRITE_ERRORS)
+
+
+def _start(job: _Job, requests: list[Any]) -> _Pending:
+    """Copy the tensors of the requests and write them in a thread of this rank."""
+    calls = []
+    for request in requests:
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = _staged(request.preload_fn())
+        if request.async_fn is not None:
+            calls.append((request.async_fn, arguments, request.async_fn_kwargs))
+    pending: _Pending
+
+    def write() -> None:
+        try:
+            for function, arguments, options in calls:
+                function(*arguments, **options)
+            if calls and dist.get_rank() != 0:  # the first rank has small files to come
+                hash_own(job.draft, pending.digests)
+        except OSError as error:
+            pending.problem = error
+
+    thread = threading.Thread(target=write, name=f"save {job.target.name}")
+    pending = _Pending(job=job, thread=thread, requests=requests)
+    thread.start()
+    return pending
+
+
+def _staged(buckets: list[Any]) -> list[Any]:
+    """Megatron-Core's write buckets with tensors of their own: on the CPU it hands out live
+    ones."""
+    if torch.cuda.is_available():
+        return buckets
+    return [
+        (path, key, (blobs, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, key, (blobs, tensors) in buckets
+    ]
+
+
+def _seal(job: _Job, digests: Mapping[str, manifest.Digest], facts: Mapping[str, Any]) -> None:
+    manifest.write(job.draft, digests, facts)
+    if job.target.exists():
+        _discard(job.target)
+    os.replace(job.draft, job.target)
+    manifest.flush_folder(job.folder)
+    point_latest(job.target)
+
+
+def point_latest(target: Path) -> None:
+    """Let the file `latest` name this checkpoint: the last step of a save, in one move."""
+    draft = target.parent / ".latest.draft"
+    with open(draft, "w", encoding="ascii") as file:
+        file.write(target.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, target.parent / LATEST)
+    manifest.flush_folder(target.parent)
+
+
+def _prune(folder: Path, kept: Kept) -> None:
+    steps = [name for name in _complete(folder) if name != FIRST]
+    scores = {name: score for name in steps if (score := _score(folder / name)) is not None}
+    best = sorted(scores, key=lambda name: (scores[name], name), reverse=True)[: kept.best]
+    for name in steps[kept.newest :]:
+        if name not in best:
+            _discard(folder / name)
+
+
+def _score(path: Path) -> float | None:
+    """The held-out score that a checkpoint was saved with; None where it has none that can be
+    read."""
     try:
-        for role, learner in learners.items():
-            save_learner(draft / role, learner)
-    except (OSError, RuntimeError) as error:
-        # Small files are written by one rank amid the collectives of all. The others cannot be
-        # told: they end as this one does, when its connections close.
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in WRITE_ERRORS):
-            raise
-        number = error.errno if isinstance(error, OSError) else errno.ENOSPC
-        raise _failure(target, OSError(number, str(error))) from error
-    except CheckpointException as error:  # on all ranks at once; one of them knows the reasons
-        text = "; ".join(str(exception) for exception, _ in error.failures.values())
-        found = re.search(r"\[Errno (\d+)\]", text)
-        unknown = errno.ENOSPC if any(sign in text for sign in WRITE_ERRORS) else errno.EIO
-        reason = OSError(int(found[1]) if found else unknown, text)
-    _raise_together(reason, target)
-
-
-def _seal(draft: Path, target: Path, meta: Mapping[str, Any]) -> None:
-    (draft / "state.json").write_text(json.dumps(meta), encoding="utf-8")
-    if target.exists():
-        _discard(target)
-    os.replace(draft, target)
-
-
-def _prune(folder: Path, keep: int) -> None:
-    steps = sorted(p for p in folder.glob("step_*") if p.name != FIRST)
-    for old in steps[:-keep]:
-        _discard(old)
+        return manifest.read(path)["facts"]["score"]
+    except ValueError:
+        return None
 
 
 def _discard(path: Path) -> None:

@@ -30,6 +30,10 @@ class Learner(Protocol):
         ...
 
 
+def _nothing_to_settle(*, wait: bool = False) -> None:
+    """Every save was complete when it returned."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Run:
     """Everything the loop drives, and the state that a checkpoint must hold beside the weights."""
@@ -50,6 +54,11 @@ class Run:
     """Tokens sampled for training so far, over all ranks."""
     block: list[Tree] = field(default_factory=list)
     """Trees of the open block's first step, which its probe will answer again."""
+    settle: Callable[..., None] = _nothing_to_settle
+    """Puts a checkpoint in place that was written beside the training, once it is there (or waits
+    for it: wait=True); collective."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """The held-out evaluation of the policies as they stand; empty where they moved since."""
 
 
 def train(run: Run) -> bool:
@@ -100,6 +109,8 @@ def train(run: Run) -> bool:
 def finish_step(run: Run, step: int) -> bool:
     """Evaluate and save where due, write the step's row; True where the run ends here."""
     cfg = run.config
+    run.measured = {}
+    run.settle()
     stopping = run.stop_asked()
     last = step + 1 == cfg.num_steps or spent(run)
     if last or due(step, cfg.eval.every):
@@ -116,7 +127,8 @@ def finish_step(run: Run, step: int) -> bool:
 def measure(run: Run, step: int) -> None:
     """Log the held-out evaluation of the policies as they stand."""
     with run.clock.phase("eval"):
-        run.telemetry.log(step, "eval", evaluate(run.players, run.config))
+        run.measured = evaluate(run.players, run.config)
+        run.telemetry.log(step, "eval", run.measured)
 
 
 def spent(run: Run) -> bool:

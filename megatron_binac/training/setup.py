@@ -27,7 +27,6 @@ from megatron_binac.models.parallel import build_groups, start_distributed
 from megatron_binac.rollout.evaluate import evaluate
 from megatron_binac.rollout.megatron_engine import MegatronEngine
 from megatron_binac.rollout.play import Players
-from megatron_binac.run_folder import latest_checkpoint
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
 from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
@@ -54,6 +53,7 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     run = _build_run(config, run_dir, learners, players, stop, resume=resume)
     try:
         finished = train(run)
+        run.settle(wait=True)
         if not finished:
             run.telemetry.note(
                 f"stopped by {signal.Signals(stop.received or signal.SIGTERM).name} after saving; "
@@ -75,10 +75,11 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
     `output`."""
     start_distributed()
     config.check_world(dist.get_world_size())
-    path = latest_checkpoint(run_dir)
+    path = checkpoint.newest_good(run_dir / "checkpoints", set_aside=False)
     if path is None:
         raise ValueError(
-            f"{run_dir} holds no checkpoint; train it first: binac train --resume {run_dir}"
+            f"{run_dir} holds no checkpoint that is whole; train it first: binac train --resume "
+            f"{run_dir}"
         )
     learners, players = build_players(config, run_dir, fresh_weights=True)
     state = checkpoint.load(path, learners)
@@ -205,7 +206,7 @@ def _build_run(
 ) -> Run:
     folder = run_dir / "checkpoints"
     cursor = Cursor(players.task, "train", seed=config.seed)
-    path = latest_checkpoint(run_dir) if resume else None
+    path = checkpoint.newest_good(folder, set_aside=True) if resume else None
     first_step = 0 if path is None else int(path.name.removeprefix("step_"))
     is_writer = dist.get_rank() == 0
     run = Run(
@@ -221,6 +222,8 @@ def _build_run(
         first_step=first_step,
     )
 
+    background = checkpoint.Background() if config.save_async else None
+
     def save(step: int) -> None:
         opened = step % config.bilevel.actor_steps_per_critic_step
         state = {
@@ -228,9 +231,20 @@ def _build_run(
             "generated_tokens": run.generated_tokens,
             "block": trees_to_json(run.block) if opened else [],
         }
-        checkpoint.save(folder, step, learners, state, config.keep_checkpoints)
+        checkpoint.save(
+            folder,
+            step,
+            learners,
+            state,
+            config.keep_checkpoints,
+            keep_best=config.keep_best,
+            score=run.measured.get("sampled/acc_t2", run.measured.get("sampled/acc_t1")),
+            background=background,
+        )
 
     run.save = save
+    if background is not None:
+        run.settle = background.settle
     if is_writer:
         for draft in folder.glob(".*.draft"):
             shutil.rmtree(draft, ignore_errors=True)
@@ -238,10 +252,9 @@ def _build_run(
         save(0)
     else:
         # The reference is the policy before the first step, whatever the newest checkpoint holds.
-        for role, learner in learners.items():
-            checkpoint.load_learner(folder / checkpoint.FIRST / role, learner, weights_only=True)
+        _load_reference(folder / checkpoint.FIRST, learners)
     for learner in learners.values():
-        if learner.config.train and learner.config.loss.kl_coef > 0:
+        if _needs_reference(learner):
             learner.hold_reference()
     if path is not None:
         state = checkpoint.load(path, learners)
@@ -253,6 +266,26 @@ def _build_run(
     if players.critic is not None:
         players.critic.publish(learners["critic"].num_updates)
     return run
+
+
+def _needs_reference(learner: MegatronLearner) -> bool:
+    return learner.config.train and learner.config.loss.kl_coef > 0
+
+
+def _load_reference(first: Path, learners: dict[str, MegatronLearner]) -> None:
+    """Put the weights before the first step into the roles that will hold them. Raises ValueError
+    where they are damaged: there is no other copy."""
+    needing = {role: learner for role, learner in learners.items() if _needs_reference(learner)}
+    if not needing:
+        return
+    reason = checkpoint.damage(first)
+    if reason is not None:
+        raise ValueError(
+            f"{first} is damaged: {reason}; it holds the reference of the KL. Put a copy back, or "
+            f"start a new run from these weights"
+        )
+    for role, learner in needing.items():
+        checkpoint.load_learner(first / role, learner, weights_only=True)
 
 
 class _Stop:

@@ -65,7 +65,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
-    "recipes", "terms", "tokenizer", "run_folder", "planner", "ranks", "cli", "report", "launch",
+    "recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli", "report", "launch",
     "training.telemetry", "benchmark.packing", "rollout.critics", "rollout.http_critic",
 )  # fmt: skip
 TOP_LEVEL = {

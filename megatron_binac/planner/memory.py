@@ -59,38 +59,27 @@ def static_bytes(
     reference: bool,
     precision: str,
     distributed: bool,
-    ep: int = 1,
 ) -> Static:
     """What one rank of pipeline stage `stage` holds between steps.
 
     Gradients are summed in fp32. Adam keeps two fp32 moments, and in bf16 a fp32 copy of the
-    weights; with the distributed optimizer the data-parallel ranks share these out. An expert's
-    state is shared out over dp / ep ranks.
+    weights; with the distributed optimizer the data-parallel ranks share these out.
     """
-    tensors = shape.parameters_by_tensor(tp=parallel.tp, pp=parallel.pp, stage=stage, ep=ep)
+    tensors = shape.parameters_by_tensor(
+        tp=parallel.tp, pp=parallel.pp, stage=stage, ep=parallel.ep
+    )
     width = DTYPE_BYTES[precision]
     own = sum(tensors)
     if not train:
         return Static(weights=own * width, gradients=0, optimizer=0, reference=0)
     buffer = buffer_elements(tensors, dp=dp, distributed=distributed)
-    per_parameter = 8 if precision == "fp32" else 12
-    state: float = buffer * per_parameter
-    if distributed:
-        experts = _expert_elements(shape, parallel, ep)
-        state = (buffer - experts) * per_parameter / dp + experts * per_parameter * ep / dp
+    state = buffer * (8 if precision == "fp32" else 12)
     return Static(
         weights=(buffer if distributed else own) * width,
         gradients=buffer * 4,
-        optimizer=round(state),
+        optimizer=round(state / dp) if distributed else state,
         reference=own * width if reference else 0,
     )
-
-
-def _expert_elements(shape: Shape, parallel: ParallelConfig, ep: int) -> int:
-    if not shape.num_experts:
-        return 0
-    one = 3 * shape.hidden * shape.expert_ffn // parallel.tp
-    return shape.num_layers // parallel.pp * shape.num_experts // ep * one
 
 
 def bucket_padding(lengths: Sequence[int]) -> float:

@@ -42,15 +42,21 @@ class Shape:
     @staticmethod
     def of(model: ModelConfig, vocab: int) -> Shape:
         """The shape of a role's model with a vocabulary of `vocab` real columns."""
+        moe = model.moe
         return Shape(
             num_layers=model.num_layers,
             hidden=model.hidden_size,
             ffn=model.ffn_hidden_size,
             heads=model.num_attention_heads,
             kv_heads=model.num_query_groups,
-            head_dim=model.hidden_size // model.num_attention_heads,
-            vocab=vocab,
+            head_dim=model.head_width,
+            vocab=model.vocab_size or vocab,
             tied=model.tied_head,
+            qk_norm=model.qk_norm,
+            qkv_bias=model.qkv_bias,
+            num_experts=moe.num_experts if moe else 0,
+            experts_per_token=moe.top_k if moe else 0,
+            expert_ffn=moe.ffn_hidden_size if moe else 0,
         )
 
     @property
@@ -113,9 +119,8 @@ class Shape:
     def parameters_by_tensor(self, *, tp: int, pp: int, stage: int, ep: int = 1) -> list[int]:
         """Sizes of the tensors that a rank of a pipeline stage holds, in the model's order.
 
-        Projections are cut by `tp`, experts by `ep`; norms and biases of a rank are whole where
-        Megatron-Core keeps them whole. A tied head on a stage without the embedding is stored a
-        second time.
+        Projections are cut by `tp`; of the experts whole ones lie on tp / ep ranks each. A rank's
+        norms are whole. A tied head on a stage without the embedding is stored a second time.
         """
         tensors: list[int] = []
         table = self.padded_vocab * self.hidden // tp
@@ -132,9 +137,8 @@ class Shape:
             tensors.append(self.hidden)
             if self.num_experts:
                 tensors.append(self.num_experts * self.hidden)
-                local = self.num_experts // ep
-                tensors += [2 * self.expert_ffn * self.hidden // tp] * local
-                tensors += [self.expert_ffn * self.hidden // tp] * local
+                one = self.expert_ffn * self.hidden // (tp // ep)
+                tensors += [2 * one, one] * (self.num_experts // ep)
             else:
                 tensors += [2 * self.ffn * self.hidden // tp, self.ffn * self.hidden // tp]
         if last:

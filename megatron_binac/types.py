@@ -114,6 +114,9 @@ class Tree:
     feedbacks: list[list[Turn]] = field(default_factory=list)
     revisions: list[list[list[Turn]]] = field(default_factory=list)
     probes: list[list[list[Turn]]] = field(default_factory=list)
+    round: int = 0
+    """0 for a tree that grew from the problem; n where its attempts are the revisions of round
+    n - 1, and belong to that tree."""
 
     def turns(self, kind: TurnKind) -> list[Turn]:
         """All turns of one kind in tree order (attempt, then feedback, then revision)."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_binac.algo.advantages import leave_one_out, mean_centered
 
-SelectMode = Literal["natural", "prefer_wrong"]
+SelectMode = Literal["natural", "prefer_wrong", "wrong", "failed_groups"]
 
 
 def due(step: int, k: int) -> bool:
@@ -230,6 +230,8 @@ def choose_attempts(
     fewer wrong ones than the natural mix has. An attempt's weight is its natural chance to be drawn
     over its actual one, so weighted sums have the expectation that natural ones have. Both kinds
     keep a chance: a critic that only sees wrong attempts learns to call everything wrong.
+    wrong draws among wrong attempts only (RLTF: a solved problem ends the episode), failed_groups
+    draws where no valid attempt is right (MulFeRL); both have weights 1 and may draw none.
     Raises: ValueError for num < 0, an unknown mode, or a wrong_share outside (0, 1).
     Source: inverse-probability weighting, Horvitz and Thompson 1952.
     """
@@ -238,12 +240,18 @@ def choose_attempts(
             f"got num {num}, wrong_share {wrong_share}; expected num >= 0 and 0 < wrong_share < 1: "
             "right attempts need a chance too, or no weight can bring them back"
         )
-    if mode not in ("natural", "prefer_wrong"):
-        raise ValueError(f"got mode {mode!r}; expected 'natural' or 'prefer_wrong'")
+    if mode not in ("natural", "prefer_wrong", "wrong", "failed_groups"):
+        raise ValueError(
+            f"got mode {mode!r}; expected 'natural', 'prefer_wrong', 'wrong' or 'failed_groups'"
+        )
     pool = [i for i in range(len(rewards_G)) if valid_G is None or valid_G[i]]
-    num = min(num, len(pool))
     wrong = [i for i in pool if rewards_G[i] < threshold]
     right = [i for i in pool if rewards_G[i] >= threshold]
+    if mode == "wrong":
+        pool, right = wrong, []
+    if mode == "failed_groups" and right:
+        pool = wrong = right = []
+    num = min(num, len(pool))
     if mode == "natural" or not wrong or not right or num == 0:
         chosen = sorted(int(i) for i in rng.choice(pool, size=num, replace=False)) if num else []
         return chosen, [1.0] * num

@@ -166,20 +166,41 @@ def sequences(
 ) -> list[TrainSequence]:
     """The trainable turns as rows of context and sampled ids; the mask covers exactly what was
     sampled."""
-    rows = []
-    for turn in turns:
-        if not turn.trainable or not len(turn.ids) or (keep is not None and not keep(turn)):
-            continue
-        start = len(turn.prompt_ids)
-        ids = np.concatenate([turn.prompt_ids, turn.ids]).astype(np.int32)
-        logprobs = np.full(len(ids), np.nan, np.float32)
-        logprobs[start:] = turn.logprobs
-        rows.append(
-            TrainSequence(
-                ids=ids,
-                mask=np.arange(len(ids)) >= start,
-                advantage=turn.advantage,
-                logprobs=logprobs,
-            )
-        )
-    return rows
+    return [
+        row(turn.prompt_ids, turn.ids, turn=turn)
+        for turn in turns
+        if turn.trainable and len(turn.ids) and (keep is None or keep(turn))
+    ]
+
+
+def row(
+    prompt_ids: np.ndarray,
+    ids: np.ndarray,
+    *,
+    turn: Turn | None = None,
+    advantage: float | None = None,
+    with_logprobs: bool = True,
+) -> TrainSequence:
+    """Sampled ids after a context, which may be another than the one they were sampled under.
+
+    With `turn` the row gets its credit, and the engine's log-probs unless the context differs
+    (`with_logprobs` False).
+    """
+    start = len(prompt_ids)
+    tokens = np.concatenate([prompt_ids, ids]).astype(np.int32)
+    logprobs = None
+    credit: float | np.ndarray = 1.0
+    if turn is not None:
+        credit = turn.advantage
+        if turn.token_advantages is not None:
+            credit = np.zeros(len(tokens), np.float32)
+            credit[start:] = turn.token_advantages
+        if with_logprobs:
+            logprobs = np.full(len(tokens), np.nan, np.float32)
+            logprobs[start:] = turn.logprobs
+    return TrainSequence(
+        ids=tokens,
+        mask=np.arange(len(tokens)) >= start,
+        advantage=credit if advantage is None else advantage,
+        logprobs=logprobs,
+    )

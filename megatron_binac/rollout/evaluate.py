@@ -6,37 +6,48 @@ N cases: the held-out prompts, each `samples` times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_binac.algo import metrics
 from megatron_binac.config import Config
+from megatron_binac.rollout.batch import row
 from megatron_binac.rollout.play import Players, Seed, seeds_of
-from megatron_binac.types import Prompt, Turn
+from megatron_binac.types import Prompt, Sampling, TrainSequence, Turn, TurnKind
 
 EVAL_STEP = -1
 """Evaluation draws from seeds of a step of its own: the same ones every time, so that runs
 compare."""
 
 
-def evaluate(players: Players, config: Config, num_prompts: int | None = None) -> dict[str, float]:
+Score = Callable[[Sequence[TrainSequence]], list[np.ndarray]]
+"""Rows to the actor's log-prob of every masked token, float32 [L] each (`Learner.logprobs`)."""
+
+
+def evaluate(
+    players: Players, config: Config, num_prompts: int | None = None, score: Score | None = None
+) -> dict[str, float]:
     """acc_t1 and acc_t2, sampled and greedy, with intervals, and acc_t2 under other feedback.
 
     Keys are `sampled/NAME` and `greedy/NAME`. Names: acc_t1, acc_t2 (with `_lo`, `_hi`: 95 %),
     delta, fix, break, oracle_gate (an upper bound: the verifier decides), learned_gate,
     acc_t2_shuffled (the critic's feedback on another problem), acc_t2_oracle (the task's own right
     feedback, where it has one), acc_t2_none (a second try on empty feedback), uplift_*, acc_dis,
-    leak, num_failed.
+    leak, num_failed; with `score`, of sampled answers, reliance: mean log pi(y1 | x, y0, z) - log
+    pi(y1 | x, y0) in nats per answer, what the words themselves changed.
     """
     num = config.eval.num_prompts if num_prompts is None else num_prompts
     prompts_P = [players.task.prompt("eval", i) for i in range(num)]
     values: dict[str, float] = {}
     for mode in ("sampled", "greedy"):
         samples = config.eval.samples if mode == "sampled" else 1
-        case = _Cases(players, config, prompts_P, samples, greedy=mode == "greedy")
+        greedy = mode == "greedy"
+        case = _Cases(players, config, prompts_P, samples, greedy=greedy)
+        case.score = None if greedy else score
         values.update({f"{mode}/{name}": value for name, value in case.measure().items()})
     return values
 
@@ -56,17 +67,26 @@ class _Cases:
         self.players, self.config, self.samples, self.greedy = players, config, samples, greedy
         self.prompts = [p for p in prompts_P for _ in range(samples)]
         self.seed: Seed = seeds_of(config.seed, EVAL_STEP)
+        self.score: Score | None = None
 
-    def _speak(self, kind: str, contexts: list[list[int]], tag: str) -> list[Turn]:
-        players, rollout = self.players, replace(self.config.rollout, top_k=0, top_p=1.0)
-        engine = players.critic if kind == "feedback" else players.actor
-        assert engine is not None
-        seeds = [self.seed(p, kind, tag, i % self.samples) for i, p in enumerate(self.prompts)]
-        sampling = players.sampling(rollout, kind, greedy=self.greedy)  # type: ignore[arg-type]
-        turns = players.speak(engine, kind, contexts, seeds, sampling)  # type: ignore[arg-type]
-        if kind != "feedback":
-            players.grade(self.prompts, turns)
+    def _speak(self, kind: TurnKind, contexts: list[list[int]], tag: str) -> list[Turn]:
+        turns = self.players.speak(
+            self.players.actor, kind, contexts, self._seeds(kind, tag), self._sampling(kind)
+        )
+        self.players.grade(self.prompts, turns)
         return turns
+
+    def _criticise(self, attempts: list[Turn]) -> list[Turn]:
+        return self.players.feedback(
+            self.prompts, attempts, self._seeds("feedback", ""), self._sampling("feedback")
+        )
+
+    def _seeds(self, kind: TurnKind, tag: str) -> list[int]:
+        return [self.seed(p, kind, tag, i % self.samples) for i, p in enumerate(self.prompts)]
+
+    def _sampling(self, kind: TurnKind) -> Sampling:
+        rollout = replace(self.config.rollout, top_k=0, top_p=1.0)
+        return self.players.sampling(rollout, kind, greedy=self.greedy)
 
     def _revise(self, attempts: list[Turn], feedback_ids: list[list[int]], tag: str) -> list[Turn]:
         template, spoken = self.players.template, self.players.spoken
@@ -83,13 +103,9 @@ class _Cases:
         )
         out = self._accuracy("acc_t1", attempts)
         out["num_failed"] = float(sum(t.failed for t in attempts))
-        if players.critic is None:
+        if not players.has_critic:
             return out
-        contexts = [
-            players.template.feedback_ids(p, players.spoken(y.ids))
-            for p, y in zip(self.prompts, attempts, strict=True)
-        ]
-        feedbacks = self._speak("feedback", contexts, "")
+        feedbacks = self._criticise(attempts)
         words = [players.spoken(z.ids) for z in feedbacks]
         # The same seeds for every kind of feedback: what differs is the feedback alone.
         revisions = self._revise(attempts, words, "")
@@ -127,7 +143,27 @@ class _Cases:
             for p, y, z in zip(self.prompts, attempts, feedbacks, strict=True)
         ]
         out["leak"] = metrics.rate(torch.tensor(leaks), valid)
+        if self.score is not None:
+            out["reliance"] = self._reliance(self.score, attempts, revisions)
         return out
+
+    def _reliance(self, score: Score, attempts: list[Turn], revisions: list[Turn]) -> float:
+        """Log-prob of the revisions with the feedback in sight less that without it, a mean."""
+        template, spoken = self.players.template, self.players.spoken
+        without = [
+            template.revision_ids(p, spoken(y0.ids), [])
+            for p, y0 in zip(self.prompts, attempts, strict=True)
+        ]
+        pairs = [
+            (row(y.prompt_ids, y.ids), row(np.asarray(c, np.int32), y.ids))
+            for y, c in zip(revisions, without, strict=True)
+            if not y.failed and len(y.ids)
+        ]
+        if not pairs:
+            return float("nan")
+        seen, unseen = (score(rows) for rows in zip(*pairs, strict=True))
+        gain = sum(float(a.sum()) - float(b.sum()) for a, b in zip(seen, unseen, strict=True))
+        return gain / len(pairs)
 
     def _accuracy(self, name: str, turns: list[Turn]) -> dict[str, float]:
         """Share of right answers among those that could be judged, with its 95 % interval by

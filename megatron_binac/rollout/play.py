@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megatron_binac.algo.bilevel import choose_attempts
 from megatron_binac.algo.prompts import Template
 from megatron_binac.config import RolloutConfig
+from megatron_binac.rollout.critics import TextCritic
 from megatron_binac.rollout.engine import Engine
 from megatron_binac.seeds import name_seed
-from megatron_binac.tasks.base import Task
+from megatron_binac.tasks.base import Cursor, Task
 from megatron_binac.tokenizer import Tokenizer
 from megatron_binac.types import Completion, Grade, Prompt, Sampling, Tree, Turn, TurnKind
 
@@ -34,6 +35,12 @@ class Players:
     template: Template
     tokenizer: Tokenizer
     seed: int
+    text_critic: TextCritic | None = None
+    """Speaks in the place of `critic`."""
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None or self.text_critic is not None
 
     def sampling(self, rollout: RolloutConfig, kind: TurnKind, *, greedy: bool = False) -> Sampling:
         limits = {
@@ -73,6 +80,36 @@ class Players:
             version=answer.version,
             text=self.tokenizer.decode(self.spoken(answer.ids)),
         )
+
+    def feedback(
+        self,
+        prompts: Sequence[Prompt],
+        attempts: Sequence[Turn],
+        seeds: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Turn]:
+        """One feedback per (problem, attempt), by the critic policy or by the text critic."""
+        contexts = [
+            self.template.feedback_ids(p, self.spoken(y.ids))
+            for p, y in zip(prompts, attempts, strict=True)
+        ]
+        if self.text_critic is None:
+            if self.critic is None:
+                raise ValueError("got a request for feedback, expected a run with a critic")
+            return self.speak(self.critic, "feedback", contexts, seeds, sampling)
+        texts = _say_once(self.text_critic, prompts, [y.text for y in attempts], seeds)
+        out = []
+        for context, text in zip(contexts, texts, strict=True):
+            ids = [] if text is None else [*self.tokenizer.encode(text), self.tokenizer.end_id]
+            cut = ids[: sampling.max_tokens]
+            answer = Completion(
+                ids=np.asarray(cut, np.int32),
+                logprobs=np.full(len(cut), np.nan, np.float32),  # no policy of ours sampled it
+                finish="failed" if text is None else "stop" if cut == ids else "length",
+                version=0,
+            )
+            out.append(self._turn("feedback", np.asarray(context, np.int32), answer))
+        return out
 
     def spoken(self, ids: np.ndarray) -> list[int]:
         """The ids of a turn without the end token."""
@@ -119,11 +156,46 @@ def judge(task: Task, prompt: Prompt, text: str) -> Grade:
         )
 
 
+def _say_once(
+    critic: TextCritic, prompts: Sequence[Prompt], attempts: Sequence[str], seeds: Sequence[int]
+) -> list[str | None]:
+    """Ask on the first rank and tell the others, so that all hear the same."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return critic.say(prompts, attempts, seeds)
+    box: list[list[str | None] | None] = [None]
+    if dist.get_rank() == 0:
+        box[0] = critic.say(prompts, attempts, seeds)
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
 def play(
     players: Players, prompts_P: Sequence[Prompt], rollout: RolloutConfig, step: int
 ) -> list[Tree]:
-    """Grow one tree per prompt: G attempts, F feedbacks on C of them, M revisions of each."""
+    """Grow one tree per prompt: G attempts, F feedbacks on C of them, M revisions of each.
+
+    With `rollout.rounds` above 1 the trees of further rounds come after them.
+    """
     seed = seeds_of(players.seed, step)
+    trees = attempt(players, prompts_P, rollout, seed)
+    if not rollout.criticised:
+        return trees
+    criticise(players, trees, rollout, seed)
+    revise(players, trees, rollout, seed)
+    grown, newest = trees, trees
+    for number in range(1, rollout.rounds):
+        newest = [t for tree in newest if (t := next_round(tree, number)) is not None]
+        criticise(players, newest, rollout, seed)
+        revise(players, newest, rollout, seed)
+        grown = grown + newest
+    return grown
+
+
+def attempt(
+    players: Players, prompts_P: Sequence[Prompt], rollout: RolloutConfig, seed: Seed
+) -> list[Tree]:
+    """A tree per prompt with its G graded attempts."""
     contexts = [players.template.attempt_ids(p) for p in prompts_P]
     owners = [p for p in prompts_P for _ in range(rollout.attempts)]
     attempts = players.speak(
@@ -134,15 +206,48 @@ def play(
         players.sampling(rollout, "attempt"),
     )
     players.grade(owners, attempts)
-    trees = [
+    return [
         Tree(prompt=p, attempts=attempts[i * rollout.attempts : (i + 1) * rollout.attempts])
         for i, p in enumerate(prompts_P)
     ]
-    if rollout.criticised:
-        assert players.critic is not None
-        criticise(players, trees, rollout, seed)
-        revise(players, trees, rollout, seed)
-    return trees
+
+
+def next_round(tree: Tree, number: int) -> Tree | None:
+    """The tree whose attempts are this one's revisions, where there are some and none is right."""
+    revisions = tree.turns("revision")
+    if not revisions or any(y.reward >= 1.0 for y in revisions if not y.failed):
+        return None
+    return Tree(prompt=tree.prompt, attempts=revisions, round=number)
+
+
+def play_telling(
+    players: Players, cursor: Cursor, rollout: RolloutConfig, step: int
+) -> tuple[list[Tree], int]:
+    """`play`, with prompts whose attempts all got the same reward put back for new ones.
+
+    Draws at most `rollout.resample` times more; what is kept then is topped up with the last
+    trees without signal, so that the batch has its size. Returns the trees and the tokens of those
+    that were dropped. Source: DAPO, arXiv 2503.14476, dynamic sampling.
+    """
+    seed = seeds_of(players.seed, step)
+    kept: list[Tree] = []
+    flat: list[Tree] = []
+    for _ in range(1 + rollout.resample):
+        grown = attempt(
+            players, cursor.take(rollout.prompts_per_step - len(kept)), rollout, seed
+        )
+        flat += [tree for tree in grown if not tells(tree)]
+        kept += [tree for tree in grown if tells(tree)]
+        if len(kept) == rollout.prompts_per_step:
+            break
+    missing = rollout.prompts_per_step - len(kept)
+    dropped = flat[: len(flat) - missing]
+    return kept + flat[len(flat) - missing :], generated_tokens(dropped)
+
+
+def tells(tree: Tree) -> bool:
+    """Whether the attempts differ in reward, so that the group has a gradient."""
+    return len({y.reward for y in tree.attempts if not y.failed}) > 1
 
 
 Seed = Callable[..., int]
@@ -155,30 +260,36 @@ def seeds_of(run_seed: int, step: int) -> Seed:
 
 def criticise(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, seed: Seed) -> None:
     """Choose attempts of each tree and sample F feedbacks on each."""
-    contexts: list[Sequence[int]] = []
+    prompts: list[Prompt] = []
+    attempts: list[Turn] = []
     seeds: list[int] = []
     for tree in trees:
+        again = _again(tree)
         tree.criticised, tree.weights = choose_attempts(
             [t.reward for t in tree.attempts],
             rollout.criticised,
             rollout.select,
-            np.random.default_rng(seed(tree.prompt, "choose")),
+            np.random.default_rng(seed(tree.prompt, "choose", *again)),
             valid_G=[not t.failed for t in tree.attempts],
         )
         for g in tree.criticised:
-            context = players.template.feedback_ids(
-                tree.prompt, players.spoken(tree.attempts[g].ids)
-            )
-            contexts += [context] * rollout.feedbacks
-            seeds += [seed(tree.prompt, "feedback", g, f) for f in range(rollout.feedbacks)]
-    assert players.critic is not None
+            prompts += [tree.prompt] * rollout.feedbacks
+            attempts += [tree.attempts[g]] * rollout.feedbacks
+            seeds += [
+                seed(tree.prompt, "feedback", g, f, *again) for f in range(rollout.feedbacks)
+            ]
     turns = iter(
-        players.speak(
-            players.critic, "feedback", contexts, seeds, players.sampling(rollout, "feedback")
-        )
+        players.feedback(prompts, attempts, seeds, players.sampling(rollout, "feedback"))
+        if prompts
+        else []
     )
     for tree in trees:
         tree.feedbacks = [[next(turns) for _ in range(rollout.feedbacks)] for _ in tree.criticised]
+
+
+def _again(tree: Tree) -> tuple[int, ...]:
+    """What sets the seeds of a further round apart."""
+    return (tree.round,) if tree.round else ()
 
 
 def revise(
@@ -203,11 +314,16 @@ def revise(
                 contexts += [context] * rollout.revisions
                 # The probe draws with the revisions' own seeds: an actor that did not move says
                 # the same.
-                seeds += [seed(tree.prompt, "revision", g, f, m) for m in range(rollout.revisions)]
+                seeds += [
+                    seed(tree.prompt, "revision", g, f, m, *_again(tree))
+                    for m in range(rollout.revisions)
+                ]
                 owners += [tree.prompt] * rollout.revisions
-    sampled = players.speak(
-        players.actor, "revision", contexts, seeds, players.sampling(rollout, "revision")
-    )
+    sampled = []
+    if contexts:
+        sampled = players.speak(
+            players.actor, "revision", contexts, seeds, players.sampling(rollout, "revision")
+        )
     players.grade(owners, sampled)
     turns = iter(sampled)
     for tree in trees:
@@ -231,8 +347,20 @@ def replay(
 
 
 def generated_tokens(trees: Sequence[Tree], *, probes: bool = False) -> int:
-    """Tokens sampled for these trees (or for their probes), over all ranks."""
+    """Tokens sampled for these trees (or for their probes), over all ranks.
+
+    A text critic's words count as well: they have to be generated somewhere.
+    """
     if probes:
         return sum(len(t.ids) for tree in trees for ys in tree.probes for y in ys for t in y)
-    kinds: tuple[TurnKind, ...] = ("attempt", "feedback", "revision")
-    return sum(len(t.ids) for tree in trees for kind in kinds for t in tree.turns(kind))
+    return sum(
+        len(t.ids)
+        for tree in trees
+        for kind in kinds_of(tree)
+        for t in tree.turns(kind)
+    )
+
+
+def kinds_of(tree: Tree) -> tuple[TurnKind, ...]:
+    """Kinds of turns that were sampled for this tree: a further round's attempts were not."""
+    return ("feedback", "revision") if tree.round else ("attempt", "feedback", "revision")

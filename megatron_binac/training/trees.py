@@ -24,6 +24,7 @@ def trees_to_json(trees: Sequence[Tree]) -> list[dict[str, Any]]:
             "feedbacks": [[_turn_to_json(t) for t in zs] for zs in tree.feedbacks],
             "revisions": [[[_turn_to_json(t) for t in ys] for ys in zs] for zs in tree.revisions],
             "probes": [[[_turn_to_json(t) for t in ys] for ys in zs] for zs in tree.probes],
+            "round": tree.round,
         }
         for tree in trees
     ]
@@ -40,6 +41,7 @@ def trees_from_json(data: Sequence[dict[str, Any]]) -> list[Tree]:
             feedbacks=[[_turn_from_json(t) for t in zs] for zs in d["feedbacks"]],
             revisions=[[[_turn_from_json(t) for t in ys] for ys in zs] for zs in d["revisions"]],
             probes=[[[_turn_from_json(t) for t in ys] for ys in zs] for zs in d["probes"]],
+            round=d["round"],
         )
         for d in data
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import gc
 import importlib
 import importlib.util
 import json
@@ -34,6 +33,21 @@ _LAYOUT = {
     "vpp": ("parallel.vpp", "virtual stages of each pipeline rank"),
     "sp": ("parallel.sequence_parallel", "split norms and residuals over the TP ranks"),
 }
+
+_ROUND_OPTIONS: dict[str, tuple[str, type, str]] = {
+    "--rounds": ("rounds", int, "feedbacks in a row (default 1); 0 only answers"),
+    "--samples": ("samples", int, "chains of each problem (default 1), for pass@k and maj@k"),
+    "--seed": ("seed", int, "of all samples (default 1)"),
+    "--temperature": ("temperature", float, "0 is greedy (default 1, or the run's)"),
+    "--top-k": ("top_k", int, "default 0: off"),
+    "--top-p": ("top_p", float, "default 1: off"),
+    "--max-tokens": ("max_tokens", int, "longest answer (default 1024, or the run's)"),
+    "--max-feedback-tokens": ("max_feedback_tokens", int, "default 512, or the run's"),
+    "--precision": ("precision", str, "of a Hugging Face model: auto, fp32 or bf16"),
+    "--batch": ("batch", int, "chains sampled together (default 64)"),
+}
+"""Flag -> field of `rollout.rounds.RoundSettings`, its type, help. What is left out keeps its
+default."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,7 +157,20 @@ def _layout_assignments(args: argparse.Namespace, config: Config) -> list[str]:
 def _eval(args: argparse.Namespace) -> int:
     from megatron_binac import ranks, run_folder
 
-    run_dir: Path = args.run_dir
+    if args.task is not None:
+        return _eval_task(args)
+    given = [
+        flag for flag, (name, _, _) in _ROUND_OPTIONS.items() if getattr(args, name) is not None
+    ]
+    given += [
+        f"--{name}" for name in ("critic", "data", "out", "json", "set") if getattr(args, name)
+    ]
+    if given:
+        raise ValueError(
+            f"got {given[0]} without --task; give --task NAME (the run's own, or another), or "
+            "leave it out for the measurement of the training loop"
+        )
+    run_dir = Path(args.model)
     config = run_folder.load_config(run_dir)
     world = _world_size(args.nproc)
     config.check_world(world)
@@ -162,13 +189,102 @@ def _eval(args: argparse.Namespace) -> int:
         return ranks.start(world, worker)
     if "RANK" not in os.environ:
         ranks.become_single(os.environ)
-    return _run_here(run_dir, _evaluation(args, config))
+    return _run_here(run_dir, _evaluation(args, config, run_dir))
 
 
-def _evaluation(args: argparse.Namespace, config: Config) -> Callable[[Any], int]:
+def _evaluation(args: argparse.Namespace, config: Config, run_dir: Path) -> Callable[[Any], int]:
     return lambda setup: setup.run_eval(
-        config, args.run_dir, num_prompts=args.num_prompts, output=args.output
+        config, run_dir, num_prompts=args.num_prompts, output=args.output
     )
+
+
+def _eval_task(args: argparse.Namespace) -> int:
+    """Rounds of feedback on any task: a folder is claimed for the settings, then every rank reads
+    them from there."""
+    from megatron_binac import ranks
+
+    if args.output is not None:
+        raise ValueError("--output is for evaluations without --task; pass --out DIR or --json")
+    world = _world_size(args.nproc)
+    model, critic = (_run_config(name) for name in (args.model, args.critic))
+    for config in (model, critic):
+        if config is not None:
+            config.check_world(world)
+    name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
+    folder = args.out or Path("runs") / f"eval-{name.replace('/', '-')}-{args.task}"
+    if int(os.environ.get("RANK", "0")) == 0:
+        # Imports numpy and torch, so only here.
+        rounds = importlib.import_module("megatron_binac.rollout.rounds")
+        rounds.claim(folder, rounds.RoundSettings(**_round_settings(args, model)))
+    if "RANK" not in os.environ and world > 1:
+        return ranks.start(world, ["rounds", str(folder), *(["--json"] if args.json else [])])
+    if "RANK" not in os.environ:
+        ranks.become_single(os.environ)
+    return _run_here(folder, lambda _: _rounds(folder, as_json=args.json))
+
+
+def _rounds(folder: Path, *, as_json: bool) -> int:
+    evaluation = importlib.import_module("megatron_binac.training.evaluation")
+    return evaluation.run_evaluation(folder, as_json=as_json)
+
+
+def _round_settings(args: argparse.Namespace, model: Config | None) -> dict[str, Any]:
+    """What the flags say; a run folder brings its own lengths and temperature, and the options of
+    its own task."""
+    from megatron_binac.tasks import grading
+
+    found: dict[str, Any] = {"model": args.model, "critic": args.critic, "task": args.task}
+    found["stamps"] = [_stamp(name) for name in (args.model, args.critic) if name is not None]
+    options = dict(_task_option(text) for text in args.set)
+    if model is not None:
+        r = model.rollout
+        found |= {"temperature": r.temperature, "max_feedback_tokens": r.max_feedback_tokens}
+        found["max_tokens"] = max(r.max_attempt_tokens, r.max_revision_tokens)
+        if model.critic is None and args.critic is None:
+            found["rounds"] = 0
+        if args.task == model.task.name and args.data is None:
+            options = {**model.task.options, **options}
+    found["task_options"] = grading.task_options_with_data(args.task, args.data, options)
+    for name, _, _ in _ROUND_OPTIONS.values():
+        if getattr(args, name) is not None:
+            found[name] = getattr(args, name)
+    if args.num_prompts is not None:
+        found["num_prompts"] = args.num_prompts
+    return found
+
+
+def _run_config(model: str | None) -> Config | None:
+    """The config of a run folder, None for any other model."""
+    from megatron_binac import run_folder
+
+    path = Path(model or "") / "config.json"
+    if model is None or not path.is_file():
+        return None
+    try:
+        is_run = "recipe" in json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        is_run = True
+    return run_folder.load_config(Path(model)) if is_run else None
+
+
+def _stamp(model: str) -> str:
+    """Which weights these are: the newest checkpoint of a run, the age of a folder's files."""
+    from megatron_binac import run_folder
+
+    folder = Path(model)
+    if _run_config(model) is not None:
+        path = run_folder.latest_checkpoint(folder)
+        if path is None:
+            raise ValueError(
+                f"{model} has no checkpoint yet; go on with binac train --resume {model}"
+            )
+        return path.name
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{model} holds neither a run nor a Hugging Face model (no config.json); give a run "
+            "folder, a model folder, or a name on the hub"
+        )
+    return str(max((p.stat().st_mtime_ns for p in folder.glob("*.safetensors")), default=""))
 
 
 def _worker(args: argparse.Namespace) -> int:
@@ -176,19 +292,21 @@ def _worker(args: argparse.Namespace) -> int:
     from megatron_binac import ranks, run_folder
 
     ranks.die_with_parent()
-    config, run_dir = run_folder.load_config(args.run_dir), args.run_dir
+    run_dir: Path = args.run_dir
+    if args.job == "rounds":
+        return _run_here(run_dir, lambda _: _rounds(run_dir, as_json=args.json))
+    config = run_folder.load_config(run_dir)
     if args.job == "train":
         return _run_here(
             run_dir, lambda setup: setup.run_training(config, run_dir, resume=args.resume)
         )
-    return _run_here(run_dir, _evaluation(args, config))
+    return _run_here(run_dir, _evaluation(args, config, run_dir))
 
 
 def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
     """Run `job(megatron_binac.training.setup)` in this process, which is one rank."""
     from megatron_binac import ranks
 
-    ranks.children_die_too()
     ranks.set_defaults(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if not sys.warnoptions:
         # What is not installed is the doctor's to say; what will be renamed is for maintainers, who
@@ -198,7 +316,6 @@ def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
 
     def logged() -> int:
         setup = importlib.import_module("megatron_binac.training.setup")
-        gc.freeze()  # Megatron-Core collects at every save: leave out what imports have made
         try:
             return job(setup)
         except ValueError as error:
@@ -353,10 +470,23 @@ def _parser() -> argparse.ArgumentParser:
             else:
                 group.add_argument(f"--{prefix}{flag}", type=int, metavar="N", help=what)
 
-    evaluate = _command(commands, "eval", _eval, "measure the newest checkpoint of a run")
-    evaluate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    evaluate = _command(commands, "eval", _eval, "measure a run, or any model on a task")
+    text = "a run folder; with --task also a Hugging Face model, as a folder or a name on the hub"
+    evaluate.add_argument("model", metavar="MODEL", help=text)
     _add_nproc(evaluate)
     _add_eval_options(evaluate)
+    text = "rounds of feedback on a task, into a folder that a second call continues"
+    group = evaluate.add_argument_group(text)
+    group.add_argument("--task", metavar="NAME", help="math500, mbpp, gpqa, ...")
+    group.add_argument("--data", metavar="PATH", help="the task's held-out problems")
+    text = "an option of the task (repeatable)"
+    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "default: the run's own critic, or the same model"
+    group.add_argument("--critic", metavar="MODEL", help=text)
+    for flag, (name, kind, text) in _ROUND_OPTIONS.items():
+        group.add_argument(flag, dest=name, type=kind, metavar=kind.__name__.upper(), help=text)
+    group.add_argument("--out", type=Path, metavar="DIR", help="default runs/eval-MODEL-TASK")
+    group.add_argument("--json", action="store_true", help="the numbers as one object")
 
     report = _command(commands, "report", _report, "results table, curves and an HTML page")
     report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
@@ -386,9 +516,10 @@ def _parser() -> argparse.ArgumentParser:
     # Not for people: what torchrun starts. Without a help text argparse leaves it out of the list.
     worker = commands.add_parser("worker", allow_abbrev=False)
     worker.set_defaults(command=_worker)
-    worker.add_argument("job", choices=("train", "eval"))
+    worker.add_argument("job", choices=("train", "eval", "rounds"))
     worker.add_argument("run_dir", type=Path)
     worker.add_argument("--resume", action="store_true")
+    worker.add_argument("--json", action="store_true")
     _add_eval_options(worker)
     return parser
 

@@ -14,11 +14,10 @@ import fcntl
 import json
 import os
 import re
-import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_binac import config as configs
 
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 
 CHANGEABLE = ("num_steps", "save_every", "eval.", "track.")
 """Keys that a resumed run may change: none of them touches what was already computed."""
-
-
-ORPHAN_SECONDS = 10.0
-"""How long the lock of a run whose process is gone is waited for."""
 
 
 def load_config(run_dir: Path) -> Config:
@@ -115,32 +110,21 @@ def resumed(run_dir: Path, assignments: list[str]) -> Config:
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the folder for one writer; ValueError where another process is training in it.
 
-    The lock goes with the process, so that a killed run leaves nothing to clean up; what such a
-    run has forked may take a moment to end.
+    The lock goes with the process, so that a killed run leaves nothing to clean up.
     """
-    deadline = time.monotonic() + ORPHAN_SECONDS
     with open(run_dir / ".lock", "a+", encoding="ascii") as file:
-        while not _try_lock(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip()
-            if not holder or Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
-                raise ValueError(
-                    f"{run_dir} is in use by process {holder or '(unknown)'}; "
-                    "wait for it, stop it, or pass another --run-dir"
-                )
-            time.sleep(0.05)
+            raise ValueError(
+                f"{run_dir} is in use by process {file.read().strip() or '(unknown)'}; "
+                "wait for it, stop it, or pass another --run-dir"
+            ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def disk_error(error: OSError, path: Path) -> OSError:

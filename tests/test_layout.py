@@ -44,6 +44,7 @@ OWN_FLOOR: list[tuple[str, str]] = [
     ("models*", "models*"),
     ("rollout.scripted_engine", "rollout.engine"),
     ("rollout.refit", "rollout.engine"),
+    ("training.evaluation", "training.setup"),
     ("benchmark.*", "benchmark.*"),
     ("__main__", "cli"),
 ]

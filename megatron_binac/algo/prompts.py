@@ -81,7 +81,7 @@ class Template:
         room = sum(lengths)
         if self.max_prompt_tokens is not None:
             room = self.max_prompt_tokens - 2 - 2 * len(turns)
-        keep = _shares(lengths, room)
+        keep = shares(lengths, room)
         self.num_truncated += keep != lengths
         ids = [self._user, *problem[: keep[0]]]
         for (marker, _), body, kept in zip(turns, bodies, keep[1:], strict=True):
@@ -95,7 +95,7 @@ def _without_end(ids: Sequence[int], end: int) -> list[int]:
     return out[:-1] if out and out[-1] == end else out
 
 
-def _shares(lengths: list[int], room: int) -> list[int]:
+def shares(lengths: list[int], room: int) -> list[int]:
     """Tokens that each part keeps: short parts whole, long ones an equal share of the rest."""
     keep = list(lengths)
     waiting = sorted(range(len(lengths)), key=lambda i: lengths[i])

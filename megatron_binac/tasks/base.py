@@ -70,6 +70,38 @@ class TeachingTask(Task, Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wording:
+    """What a task says to models that were tuned to chat; others learn the turns by their markers.
+
+    Example: ``Wording(revise="Answer again with one digit.")``
+    """
+
+    criticise: str = (
+        "Say step by step what is right and what is wrong in this answer, and how to mend it. Do "
+        'not write a new answer. End with a line "Verdict: correct" or "Verdict: incorrect".'
+    )
+    """Behind the problem and an answer to it; the verdict in words that `Task.verdict` reads."""
+    revise: str = "Answer the problem again, in the form that was asked for."
+    """Behind the feedback on one's own answer."""
+
+
+def wording_of(task: Task) -> Wording:
+    """The task's attribute `wording`, or words that suit any task."""
+    return getattr(task, "wording", None) or Wording()
+
+
+def for_critic(task: Task, prompt: Prompt, attempt_text: str) -> Prompt:
+    """The problem as the critic is shown it.
+
+    That is the problem alone, unless the task has been set to show more (`critic_sees` of code
+    tasks) and has a method `observe(prompt, attempt_text)` that says what.
+    """
+    observe = getattr(task, "observe", None)
+    seen = None if observe is None else observe(prompt, attempt_text)
+    return prompt if not seen else replace(prompt, text=f"{prompt.text}\n\n{seen}")
+
+
 def corpus(task: Task, num_prompts: int) -> Iterator[str]:
     """Text of the train split on which a tokenizer can be trained: problems, answers, feedback."""
     size = task.size("train")

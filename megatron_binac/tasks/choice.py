@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_binac.seeds import name_seed
+from megatron_binac.tasks.base import Wording
 from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
 from megatron_binac.types import Grade, Prompt, Split
 
@@ -26,6 +27,15 @@ INSTRUCTION = (
 
 class ChoiceTask(DataTask):
     """Questions with one right option. Build it by one of the functions below."""
+
+    wording = Wording(
+        criticise=(
+            "Check the reasoning of this answer against each option and say what is wrong in it, "
+            "if anything. Do not name the right option. End with a line "
+            '"Verdict: correct" or "Verdict: incorrect".'
+        ),
+        revise='Think the question through again and end with a line "Answer: X".',
+    )
 
     def __init__(
         self,

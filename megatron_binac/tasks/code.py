@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import ast
 import builtins
+import logging
 import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from megatron_binac.tasks.base import Wording
 from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
 from megatron_binac.tasks.sandbox import Isolation, Limits, Sandbox, SandboxError, Verdict
 from megatron_binac.types import Grade, Prompt, Split
 
+logger = logging.getLogger(__name__)
+
 INSTRUCTION = (
     "Write the solution in Python and answer with one ```python block that holds all of it."
 )
+CriticSees = Literal["text", "execution"]
 MAX_PROGRAM = 100_000
 """Characters; a longer program is not run."""
 MBPP_SPLITS: dict[str, range] = {
@@ -61,10 +66,23 @@ class Problem:
     """Put before a program that is complete by itself: the problem's imports."""
     opening: str = ""
     """Put before a completion that only goes on: the problem's signature."""
+    shown: str = ""
+    """The tests that stand in the prompt."""
 
 
 class CodeTask(DataTask):
     """Programs graded by their tests. Build it by one of the functions below."""
+
+    wording = Wording(
+        criticise=(
+            "Read this program as a reviewer: say which inputs it gets wrong or where it fails, "
+            "and what to change. Do not write the program. End with a line "
+            '"Verdict: correct" or "Verdict: incorrect".'
+        ),
+        revise="Write the whole program again, in one ```python block.",
+    )
+    same_answer = None
+    """Programs are not compared, so there is no vote among them."""
 
     def __init__(
         self,
@@ -73,6 +91,7 @@ class CodeTask(DataTask):
         *,
         partial: bool = False,
         show_tests: int = 3,
+        critic_sees: CriticSees = "text",
         instruction: str = INSTRUCTION,
         cpu_seconds: float = 3.0,
         wall_seconds: float = 15.0,
@@ -81,7 +100,15 @@ class CodeTask(DataTask):
         isolation: Isolation = "auto",
         packages: Sequence[str] = (),
     ) -> None:
-        """`partial` pays the share of asserts that hold; `show_tests` of them are in the prompt."""
+        """`partial` pays the share of asserts that hold; `show_tests` of them are in the prompt.
+
+        `critic_sees` "execution" also shows the critic what running the program against the tests
+        *of the prompt* printed: another setting than "text", and to be reported as such.
+        """
+        if critic_sees not in ("text", "execution"):
+            raise ValueError(
+                f"task {name} got critic_sees {critic_sees!r}, expected 'text' or 'execution'"
+            )
 
         def prompts(split: Split) -> list[Prompt]:
             rows = read(split)
@@ -92,7 +119,7 @@ class CodeTask(DataTask):
             ]
 
         super().__init__(name, prompts)
-        self.partial = partial
+        self.partial, self.critic_sees = partial, critic_sees
         limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb)
         self.sandbox = Sandbox(
             limits=limits, workers=workers, isolation=isolation, packages=packages
@@ -123,14 +150,37 @@ class CodeTask(DataTask):
         seconds = time.perf_counter() - start
         return Grade(score=score, parsed=code, reason=reason, seconds=seconds)
 
-    def run(self, prompt: Prompt, code: str) -> Verdict:
-        """The sandbox's verdict on a program, with what it printed and how it ended."""
-        meta = prompt.meta
+    def run(self, prompt: Prompt, code: str, *, tests: str | None = None) -> Verdict:
+        """The sandbox's verdict on a program, with what it printed and how it ended.
+
+        `tests` instead of the problem's own.
+        """
+        meta, tests = prompt.meta, prompt.gold if tests is None else tests
         whole = defines(code, meta["names"])
         program = f"{meta['preamble']}\n{code}" if whole else f"{meta['opening']}{code}"
         return self.sandbox.run(
-            program, prompt.gold, names=meta["names"], setup=meta["setup"], partial=self.partial
+            program, tests, names=meta["names"], setup=meta["setup"], partial=self.partial
         )
+
+    def observe(self, prompt: Prompt, attempt_text: str) -> str | None:
+        """What running an attempt against the tests of its own prompt showed; None unless
+        `critic_sees` is "execution". Tests that the prompt does not show are not run."""
+        if self.critic_sees != "execution":
+            return None
+        code = extract_code(attempt_text, prompt.meta["names"])
+        if code is None:
+            return "The answer below holds no program that could be run."
+        shown = prompt.meta["shown"]
+        try:
+            verdict = self.run(prompt, code, tests=f"{shown}\n" if shown else "pass")
+        except SandboxError as error:
+            logger.warning("%s was not run for the critic: %s", prompt.id, error)
+            return None
+        if verdict.status == "passed":
+            said = "passed these tests" if shown else "ran without an error"
+        else:
+            said = f"ended in {verdict.status}: {verdict.detail}"
+        return f"The program below was run, and {said}."
 
     def leaks(self, prompt: Prompt, attempt_text: str, feedback_text: str) -> bool:
         """Whether the feedback holds a program that passes the tests when the attempt does not."""
@@ -159,6 +209,7 @@ def _prompt(name: str, split: Split, row_id: str, found: Problem, instruction: s
         "setup": found.setup,
         "preamble": found.preamble,
         "opening": found.opening,
+        "shown": found.shown,
     }
     text = f"{found.text}\n\n{instruction}" if instruction else found.text
     return Prompt(id=f"{name}/{split}/{row_id}", text=text, gold=found.tests, task=name, meta=meta)
@@ -258,6 +309,7 @@ def _mbpp(row: Row, show_tests: int) -> Problem:
     return Problem(
         text=_with_tests(text, asserts, show_tests),
         statement=text,
+        shown="\n".join([before, *asserts[:show_tests]]) if show_tests else "",
         tests=tests,
         names=names,
         # Some tests lean on what the reference solution imports.
@@ -271,7 +323,13 @@ def _mbpp_plus(row: Row, show_tests: int) -> Problem:
     asserts = list(row.get("test_list") or [])
     text = str(row.get("prompt") or row["text"])
     shown = _with_tests(text, asserts, show_tests)
-    return Problem(text=shown, statement=text, tests=tests, names=names)
+    return Problem(
+        text=shown,
+        statement=text,
+        shown="\n".join(asserts[:show_tests]),
+        tests=tests,
+        names=names,
+    )
 
 
 def _humaneval(row: Row) -> Problem:

@@ -73,13 +73,20 @@ def grade_file(task: Task, path: Path) -> Iterator[dict[str, Any]]:
 
 def build_for_grading(name: str, data: str | None, options: Mapping[str, Any]) -> Task:
     """A task whose held-out problems come from `data`, whatever the task calls that option."""
+    return build_task(name, **task_options_with_data(name, data, options))
+
+
+def task_options_with_data(
+    name: str, data: str | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Options of a task, with `data` under the name that the task has for its held-out problems."""
     if data is None:
-        return build_task(name, **options)
+        return dict(options)
     known = task_options(name) or ["eval_data"]
     place = next((option for option in ("data", "eval_data") if option in known), None)
     if place is None:
         raise ValueError(f"task {name} makes its own problems; leave the data out")
-    return build_task(name, **{place: data, **options})
+    return {place: data, **options}
 
 
 def _read_completions(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_binac.tasks.base import Wording
 from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
 from megatron_binac.tasks.math_answer import extract, squeeze
 from megatron_binac.tasks.math_judge import MathJudge
@@ -31,6 +32,18 @@ META = ("level", "subject", "type", "year")
 
 class MathTask(DataTask):
     """Problems that are graded on their final answer. Build it by one of the functions below."""
+
+    wording = Wording(
+        criticise=(
+            "Go through this solution line by line and say where the first mistake is, if there is "
+            "one, and how to mend it. Do not state the final answer. End with a line "
+            '"Verdict: correct" or "Verdict: incorrect".'
+        ),
+        revise=(
+            r"Solve the problem again from the start and put the final answer in \boxed{}. Do not "
+            "mention the feedback."
+        ),
+    )
 
     def __init__(
         self,
@@ -71,6 +84,10 @@ class MathTask(DataTask):
             reason = f"{reason}; the comparison ended by {found.how}"
         seconds = time.perf_counter() - start
         return Grade(score=float(found.equal), parsed=answer, reason=reason, seconds=seconds)
+
+    def same_answer(self, one: str, other: str) -> bool:
+        """Whether two parsed answers are one in a vote."""
+        return self.judge.equal(one, other).equal
 
     def leaks(self, prompt: Prompt, attempt_text: str, feedback_text: str) -> bool:
         """Whether the feedback states the gold answer and the attempt does not.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_binac.tasks import build_task
+from megatron_binac.tasks.base import for_critic
 from megatron_binac.tasks.code import (
     CodeTask,
     build_code,
@@ -186,6 +187,47 @@ def test_leaks(task: CodeTask) -> None:
     assert task.leaks(prompt, "def square(n): return n", f"Write this:\n{program}")
     assert not task.leaks(prompt, program, f"Right:\n{program}")
     assert not task.leaks(prompt, "def square(n): return n", "Multiply n by itself.")
+
+
+HIDDEN = {**MBPP, "test_list": ["assert square(3) == 9", "assert square(-2) == 4321"]}
+
+
+def test_the_critic_is_shown_an_execution_in_its_own_setting_only(tmp_path: Path) -> None:
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(json.dumps(HIDDEN))
+    options = {"data": str(path), "workers": 1, "show_tests": 1}
+    plain, seeing = build_mbpp(**options), build_mbpp(critic_sees="execution", **options)
+    prompt = plain.prompt("eval", 0)
+    assert prompt == seeing.prompt("eval", 0)
+    broken = "```python\ndef square(n): return n + undefined\n```"
+    assert for_critic(plain, prompt, broken) == prompt
+    shown = for_critic(seeing, prompt, broken)
+    assert shown.text.startswith(prompt.text + "\n\nThe program below was run, and ended in error")
+    assert "undefined" in shown.text and "square(3) == 9" in shown.text
+    # Right on the test that is shown and wrong on the one that is not: nothing of it is told.
+    partly = "```python\ndef square(n): return n * n\n```"
+    assert seeing.grade(prompt, partly).score == 0.0
+    told = for_critic(seeing, prompt, partly).text
+    assert told.endswith("The program below was run, and passed these tests.")
+    assert "4321" not in told
+    assert "holds no program" in for_critic(seeing, prompt, "I do not know.").text
+    for task in (plain, seeing):
+        task.close()
+    with pytest.raises(ValueError, match="expected 'text' or 'execution'"):
+        build_mbpp(data=str(path), critic_sees="tests")
+
+
+def test_without_tests_in_the_prompt_only_loading_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(json.dumps(HIDDEN))
+    task = build_mbpp(data=str(path), workers=1, show_tests=0, critic_sees="execution")
+    prompt = task.prompt("eval", 0)
+    assert "assert" not in prompt.text
+    wrong = for_critic(task, prompt, "```python\ndef square(n): return 0\n```").text
+    assert wrong.endswith("ran without an error.")
+    slip = for_critic(task, prompt, "```python\ndef square(n: return 0\n```").text
+    assert "ended in syntax" in slip
+    task.close()
 
 
 def test_data_of_ones_own(folder: Path) -> None:

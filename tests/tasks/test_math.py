@@ -129,6 +129,11 @@ def test_a_short_answer_leaks_only_where_it_is_marked(task: MathTask) -> None:
     assert task.leaks(two, "5", "The result should be 2.")
 
 
+def test_votes_count_equal_answers_as_one(task: MathTask) -> None:
+    assert task.same_answer("0.5", r"\frac{1}{2}")
+    assert not task.same_answer("0.5", "0.6")
+
+
 def test_verdicts(task: MathTask) -> None:
     assert task.verdict("This is correct.") is True
     assert task.verdict("That is not correct") is False

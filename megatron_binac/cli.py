@@ -389,6 +389,31 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from megatron_binac.benchmark import compare, compare_show
+
+    # A name that was meant for something else (a run's file) is not written over.
+    for flag, path, endings in (
+        ("--markdown", args.markdown, (".md",)),
+        ("--plot", args.plot, (".png", ".svg", ".pdf")),
+    ):
+        if path is not None and path.suffix not in endings:
+            raise ValueError(f"{flag} is {path}, expected a name that ends in {endings}")
+    found = compare.compare(
+        args.runs, by=args.by, at=args.at, baseline=args.baseline, decoding=args.decoding,
+        metrics=args.metric, interval=args.interval, finished_only=args.finished_only,
+    )  # fmt: skip
+    print(compare_show.as_json(found) if args.json else compare_show.table(found))
+    for path in (args.markdown, args.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if args.markdown is not None:
+        args.markdown.write_text(compare_show.table(found, markdown=True) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        compare_show.plot(found, args.plot)
+    return 0
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from megatron_binac import doctor
 
@@ -493,6 +518,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "where the comparison of several runs goes (default: the folder that holds them)"
     report.add_argument("--out", type=Path, metavar="DIR", help=text)
 
+    compare = _command(commands, "compare", _compare, "runs at equal cost, with seeds pooled")
+    _add_compare_options(compare)
+
     doctor = _command(commands, "doctor", _doctor, "what is installed here and what is chosen")
     doctor.add_argument("--json", action="store_true")
 
@@ -534,6 +562,27 @@ def _command(
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default 1)")
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    text = "folders of runs, or quoted patterns such as 'runs/seeds/*'"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
+    text = "what the runs are equal in (default tokens: those that were generated)"
+    parser.add_argument("--by", choices=("tokens", "steps", "time"), default="tokens", help=text)
+    text = "so many tokens, steps or seconds (default: as many as all runs have)"
+    parser.add_argument("--at", type=float, metavar="N", help=text)
+    text = "the recipe that the others are set against, paired by seed (default: the first)"
+    parser.add_argument("--baseline", metavar="RECIPE", help=text)
+    parser.add_argument("--decoding", choices=("sampled", "greedy"), default="sampled")
+    text = "of the evaluation (repeatable; default acc_t1, acc_t2 and its controls)"
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help=text)
+    text = "95 %% over seeds by bootstrap (default), or by Student's t"
+    parser.add_argument("--interval", choices=("bootstrap", "t"), default="bootstrap", help=text)
+    text = "leave out runs that have not come to their end"
+    parser.add_argument("--finished-only", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="with every run's own numbers")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw learning curves")
 
 
 def _add_eval_options(parser: argparse.ArgumentParser) -> None:

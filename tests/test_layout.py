@@ -66,8 +66,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
-    "recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli", "report", "launch",
-    "training.telemetry", "benchmark.packing", "rollout.critics", "rollout.http_critic",
+    "recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli",
+    "report", "launch",
+    "training.telemetry", "benchmark.packing", "benchmark.compare*",
+    "rollout.critics", "rollout.http_critic",
 )  # fmt: skip
 TOP_LEVEL = {
     "megatron_binac", "csrc", "examples", "tools", "setup.py", "tests", "README.md",

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train the quickstart recipes with several seeds at equal sampled tokens, two runs at a time, then pool them.
+# Train the quickstart recipes with several seeds at equal sampled tokens, two runs at a time, then compare them:
+# OUT/pooled.md and OUT/pooled.png, against the first of the recipes.
 #   tools/seeds.sh --seeds 5 --out runs/seeds [--recipes "quickstart quickstart_grpo"] [-- --set key=value ...]
 # A seed decides everything: the problems and their order, the warm start, every sample. The recipes of one
 # seed start from the same weights. Finished runs are skipped, so that the same command continues.
@@ -39,4 +40,8 @@ for seed in $(seq 1 "$seeds"); do
 done
 while [ "$(jobs -rp | wc -l)" -gt 0 ]; do wait -n || failed=1; done
 [ "$failed" = 0 ] || { echo "seeds.sh: a run failed; see $out/*.txt" >&2; exit 1; }
-python tools/pool_seeds.py "$out"
+runs=()
+for recipe in $recipes; do
+  for seed in $(seq 1 "$seeds"); do runs+=("$out/$recipe-$seed"); done
+done
+python -m megatron_binac compare "${runs[@]}" --markdown "$out/pooled.md" --plot "$out/pooled.png"

@@ -648,6 +648,11 @@ class Config:
         """Whether any policy is trained as the critic."""
         return self.shared_policy or (self.critic is not None and self.critic.train)
 
+    @property
+    def critic_loss(self) -> LossConfig:
+        """The loss of whatever policy is the critic."""
+        return self.actor.loss if self.critic is None else self.critic.loss
+
     def _check_critic(self) -> None:
         speakers = [
             name
@@ -765,6 +770,16 @@ def to_json(config: Config) -> str:
 def from_json(text: str) -> Config:
     """A config from `to_json`'s text; ValueError names a key that is not known."""
     return typing.cast(Config, _build(Config, json.loads(text), ""))
+
+
+def model_from_json(text: str) -> ModelConfig:
+    """A model's shape from JSON; ValueError names a key that is not known."""
+    return typing.cast(ModelConfig, _build(ModelConfig, json.loads(text), "model."))
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
 def override(config: Config, assignments: list[str]) -> Config:

@@ -104,14 +104,17 @@ class TeacherConfig:
     """Ids that are told apart; the rest of the vocabulary is one bucket."""
     ratio_clip: float | None = 2.0
     """Cap of the importance weight of a token; null for no weight."""
-    ema: float = 0.0
-    """Share of the old teacher that is kept at each step; 0 is the policy as it stands."""
+    trust_region: float = 0.0
+    """How far the teacher is held to the reference: proportional to policy^(1-w) * reference^w."""
 
     def __post_init__(self) -> None:
         check(self.coef > 0, f"teacher.coef is {self.coef}, expected above 0; null is off")
         check(0 <= self.alpha <= 1, f"teacher.alpha is {self.alpha}, expected in [0, 1]")
         check(self.top_k > 0, f"teacher.top_k is {self.top_k}, expected 1 or more")
-        check(0 <= self.ema < 1, f"teacher.ema is {self.ema}, expected in [0, 1)")
+        check(
+            0 <= self.trust_region <= 1,
+            f"teacher.trust_region is {self.trust_region}, expected in [0, 1]",
+        )
         check(
             self.ratio_clip is None or self.ratio_clip > 0,
             f"teacher.ratio_clip is {self.ratio_clip}, expected above 0, or null",

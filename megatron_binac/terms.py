@@ -44,6 +44,8 @@ class Distill:
     """Ids that are told apart; the rest of the vocabulary is one bucket."""
     ratio_clip: float | None = 2.0
     """Cap of the weight pi(y_t) / pi_engine(y_t) of a token; None for no weight."""
+    trust_region: float = 0.0
+    """How far the teacher is held to the reference: policy^(1-w) * reference^w."""
 
 
 TermLoss = LossConfig | CrossEntropy | FirstPrompt | Shaped | Distill

@@ -34,6 +34,7 @@ from megatron_binac.rollout.play import Players
 from megatron_binac.rollout.scripted_engine import Script, ScriptedEngine
 from megatron_binac.seeds import uniforms
 from megatron_binac.tasks.base import Cursor
+from megatron_binac.terms import Term
 from megatron_binac.tokenizer import ACTOR, CRITIC, END, PAD, USER
 from megatron_binac.training.loop import Run
 from megatron_binac.training.telemetry import Clock, Telemetry
@@ -118,7 +119,10 @@ class TinyLearner:
             rows.append(6 * vocab + int(prefix[1]) * vocab + int(prefix[2]))
         return ((weights[rows].sum(0) + self.bias) / temperature).log_softmax(-1)
 
-    def update(self, sequences: Sequence[TrainSequence], loss: LossConfig) -> dict[str, float]:
+    def learn(self, terms: Sequence[Term]) -> dict[str, float]:
+        (term,) = terms
+        sequences, loss = term.rows, term.loss
+        assert isinstance(loss, LossConfig)
         num_tokens = sum(s.num_targets for s in sequences)
         if num_tokens == 0:
             return {"num_tokens": 0.0}
@@ -144,6 +148,18 @@ class TinyLearner:
         self.weights = self.weights - self.lr * gradient
         self.num_updates += 1
         return {**finalize_stats({**stats, "loss_sum": loss_sum.detach()}), "grad_norm": norm}
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, reference: bool = False
+    ) -> list[np.ndarray]:
+        assert not reference
+        out = []
+        for s in sequences:
+            row = np.zeros(len(s.ids), np.float32)
+            for t in np.flatnonzero(s.mask):
+                row[t] = float(self._logprobs(self.weights, s.ids[:t], 1.0)[int(s.ids[t])])
+            out.append(row)
+        return out
 
     def answer(
         self, prompt: np.ndarray, seed: int, sampling: Sampling

@@ -26,7 +26,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (3, ("rollout.sampling", "rollout.critics", "rollout.http_critic")),
     (4, ("rollout.vllm_engine", "rollout.megatron_engine", "rollout.play", "rollout.batch")),
     (4, ("rollout.hf_engine",)),
-    (5, ("rollout.*", "rollout")),
+    (5, ("rollout.*", "rollout", "objectives.*", "objectives")),
     (6, ("training.telemetry",)),
     (7, ("training.loop*", "training.trees", "training.warm_start")),
     (8, ("training.*", "training")),
@@ -45,6 +45,7 @@ OWN_FLOOR: list[tuple[str, str]] = [
     ("rollout.scripted_engine", "rollout.engine"),
     ("rollout.refit", "rollout.engine"),
     ("training.evaluation", "training.setup"),
+    ("objectives.*", "objectives.*"),
     ("benchmark.*", "benchmark.*"),
     ("__main__", "cli"),
 ]

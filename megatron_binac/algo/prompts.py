@@ -10,6 +10,7 @@ text and the log-probs belong to the sampled ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,22 @@ class Template:
             # In a context the end token also closes a turn that was cut by its length limit.
             ids += [marker, *body[len(body) - kept :], end]
         return [*ids, next_speaker]
+
+
+_QUOTE = re.compile(r'([+-])"((?:[^"\\\\]|\\\\.)*)"')
+
+
+def parse_quotes(text: str) -> list[tuple[str, int]]:
+    r"""Signed quotes of a feedback: ``+"..."`` is good, ``-"..."`` poor; a backslash keeps a quote
+    sign inside.
+
+    Example: ``parse_quotes('fine: +"x = 2" but -"so x is odd"') == [("x = 2", 1), ("so x is odd",
+    -1)]``
+    """
+    return [
+        (re.sub(r"\\(.)", r"\1", quote), 1 if sign == "+" else -1)
+        for sign, quote in _QUOTE.findall(text)
+    ]
 
 
 def _without_end(ids: Sequence[int], end: int) -> list[int]:

@@ -26,7 +26,7 @@ from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
 from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
 from megatron_binac.models.parallel import Groups
-from megatron_binac.terms import CrossEntropy, Term
+from megatron_binac.terms import CrossEntropy, Distill, Term
 from megatron_binac.types import TrainSequence
 
 
@@ -55,7 +55,6 @@ class MegatronLearner:
         self.scheduler: Any = None
         self.num_updates = 0
         self._reference: list[Tensor] | None = None
-        self._teacher: list[Tensor] | None = None
         self._costs = packing.CostModel.from_shape(
             num_layers=config.model.num_layers,
             hidden=config.model.hidden_size,
@@ -210,9 +209,33 @@ class MegatronLearner:
                 rows.old = self._score(batches)
             if term.teacher is not None:
                 twins = pack(term.teacher, plan, self.groups.dp_rank, length=length)
-                rows.teacher = self._score(twins, self._teacher, self.scorer.target_logits)
+                assert isinstance(loss, Distill)
+                rows.teacher = self._teach(twins, loss.trust_region)
             out.append(rows)
         return out
+
+    def _teach(self, twins: list[MicroBatch], trust_region: float) -> list[Tensor]:
+        """Logits [N, V] of the targets after a longer context, on the last stage; mixed with the
+        reference's, which is a product of powers once they are normalised (arXiv 2601.20802)."""
+        live = self._score(twins, read=self.scorer.target_logits)
+        if trust_region == 0.0:
+            return live
+        if self._reference is None:
+            raise ValueError(f"{self.role} holds no reference but trust_region is {trust_region}")
+        anchor = self._score(twins, self._reference, self.scorer.target_logits)
+        return [
+            (1.0 - trust_region) * one + trust_region * other
+            for one, other in zip(live, anchor, strict=True)
+        ]
+
+    def target_states(
+        self, sequences: Sequence[TrainSequence]
+    ) -> tuple[list[MicroBatch], list[Tensor]]:
+        """This rank's rows, and the hidden states [N, H] that predict the masked tokens of each; of
+        ranks that do not report, no states."""
+        batches = self.plan(sequences)
+        states = self._score(batches, read=self.scorer.target_states)
+        return batches, states if self.groups.reports else []
 
     def _require_trainable(self) -> None:
         if self.optimizer is None:

@@ -19,14 +19,15 @@ from megatron_binac.tasks.base import Task
 from megatron_binac.types import TrainSequence, Tree, Turn
 
 
-def _rewards(turns_CFM: list[list[list[Turn]]]) -> tuple[Tensor, Tensor]:
+def rewards(turns_CFM: list[list[list[Turn]]]) -> tuple[Tensor, Tensor]:
     """Rewards and validity [C, F, M]."""
     reward = [[[t.reward for t in ys] for ys in zs] for zs in turns_CFM]
     valid = [[[not t.failed for t in ys] for ys in zs] for zs in turns_CFM]
     return torch.tensor(reward, dtype=torch.float64), torch.tensor(valid, dtype=torch.bool)
 
 
-def _give(turns: Sequence[Turn], credit: Tensor, trainable: Tensor) -> None:
+def give(turns: Sequence[Turn], credit: Tensor, trainable: Tensor) -> None:
+    """Put each turn's credit, and whether it is learned from, where the loss finds it."""
     for turn, value, use in zip(turns, credit.flatten(), trainable.flatten(), strict=True):
         turn.advantage, turn.trainable = float(value), bool(use)
 
@@ -57,7 +58,7 @@ def actor_turns(
     revised = [ys for tree in trees for ys in tree.revisions]
     revisions: list[Turn] = []
     if revised:
-        reward_CFM, valid_CFM = _rewards(revised)
+        reward_CFM, valid_CFM = rewards(revised)
         heads, weight_C = _criticised(trees)
         start = np.cumsum([0, *(len(tree.attempts) for tree in trees)])
         at_C = torch.tensor(
@@ -75,7 +76,7 @@ def actor_turns(
             config.improvement_weight,
         )
         revisions = [t for zs in revised for ys in zs for t in ys]
-        _give(revisions, credit * weight_C[:, None, None], trainable)
+        give(revisions, credit * weight_C[:, None, None], trainable)
     credit, trainable = bilevel.attempt_credit(
         reward_N,
         group_N,
@@ -86,7 +87,7 @@ def actor_turns(
         g=config.attempt_value_weight if revised else 0.0,
         weight_N=weight_N,
     )
-    _give(attempts, credit, trainable)
+    give(attempts, credit, trainable)
     stats = group_stats(reward_N, group_N, valid_N)
     log = {
         "collapsed_groups": metrics.collapse_share(
@@ -98,31 +99,39 @@ def actor_turns(
 
 
 def critic_turns(
-    trees: Sequence[Tree], config: BilevelConfig, task: Task
+    trees: Sequence[Tree],
+    config: BilevelConfig,
+    task: Task,
+    *,
+    heads: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Turn], dict[str, float]]:
     """Feedbacks with their credit (Bi-NAC eq. 4), leave-one-out over siblings, and what is logged.
 
     U = (1 + lam) V - lam V* + b_dis r_dis - b_leak leak, V over the revisions, V* over the probes.
+    With `heads`, V and V^k [C, F] of a value head, U = V + lam (V_head - V^k) + ... (MLMT-RL).
     """
-    heads, weight_C = _criticised(trees)
+    attempts, weight_C = _criticised(trees)
     feedbacks_CF = [zs for tree in trees for zs in tree.feedbacks]
     turns = [z for zs in feedbacks_CF for z in zs]
     if not turns:
         return [], {}
-    reward_CFM, valid_CFM = _rewards([ys for tree in trees for ys in tree.revisions])
+    reward_CFM, valid_CFM = rewards([ys for tree in trees for ys in tree.revisions])
     V_CF = bilevel.feedback_value(reward_CFM, valid_CFM)
     ok_CF = valid_CFM.any(-1) & torch.tensor([[not z.failed for z in zs] for zs in feedbacks_CF])
     V_star_CF = None
-    if config.lam != 0.0:
-        probe_CFM, probe_valid_CFM = _rewards([ys for tree in trees for ys in tree.probes])
+    if config.lam != 0.0 and heads is not None:
+        V_star_CF = V_CF - heads[0] + heads[1]
+    elif config.lam != 0.0:
+        probe_CFM, probe_valid_CFM = rewards([ys for tree in trees for ys in tree.probes])
         V_star_CF = bilevel.feedback_value(probe_CFM, probe_valid_CFM)
         ok_CF &= probe_valid_CFM.any(-1)
-    right_C = torch.tensor([t.reward for t in heads], dtype=torch.float64)
+    right_C = torch.tensor([t.reward for t in attempts], dtype=torch.float64)
     verdict_CF, leak_CF = _judge_words(trees, task)
     agrees_CF = metrics.discrimination(verdict_CF, right_C[:, None].expand_as(V_CF)).double()
+    weight = config.value_weight
     utility_CF = bilevel.leader_utility(
-        V_CF,
-        V_star_CF,
+        weight * V_CF,
+        None if V_star_CF is None else weight * V_star_CF,
         config.lam,
         agrees_CF,
         leak_CF.double(),
@@ -130,7 +139,7 @@ def critic_turns(
         config.leak_coef,
     )
     credit, trainable = bilevel.leader_credit(utility_CF, ok_CF, weight_C)
-    _give(turns, credit, trainable)
+    give(turns, credit, trainable)
     return turns, {
         "acc_dis": metrics.rate(agrees_CF.flatten(), ok_CF.flatten()),
         "leak": metrics.rate(leak_CF.flatten(), ok_CF.flatten()),

@@ -7,15 +7,20 @@ Suffixes: P prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from megatron_binac.algo.bilevel import due, opens_block
-from megatron_binac.config import Config, LossConfig
-from megatron_binac.rollout.batch import actor_turns, critic_turns, sequences
+from megatron_binac.config import Config
+from megatron_binac.objectives.build import follow_terms, lead_terms
+from megatron_binac.objectives.situation import Situation, ValueModel
 from megatron_binac.rollout.evaluate import evaluate
-from megatron_binac.rollout.play import Players, generated_tokens, play, replay
+from megatron_binac.rollout.play import Players, generated_tokens, play, play_telling, replay
 from megatron_binac.tasks.base import Cursor
+from megatron_binac.terms import Term
 from megatron_binac.training.telemetry import Clock, Telemetry, tree_record
 from megatron_binac.types import TrainSequence, Tree, Turn
 
@@ -25,9 +30,19 @@ class Learner(Protocol):
 
     num_updates: int
 
-    def update(self, sequences: Sequence[TrainSequence], loss: LossConfig) -> dict[str, float]:
-        """One batch of policy-gradient steps; what is logged, the same on every rank."""
+    def learn(self, terms: Sequence[Term]) -> dict[str, float]:
+        """One batch of steps on the terms' sum; what is logged, the same on every rank."""
         ...
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, reference: bool = False
+    ) -> list[np.ndarray]:
+        """float32 [L] per sequence: log-prob of every masked token, 0 elsewhere."""
+        ...
+
+
+class CriticCollapse(RuntimeError):
+    """The critic has nothing left to say; the run was saved before it was ended."""
 
 
 def _nothing_to_settle(*, wait: bool = False) -> None:
@@ -59,42 +74,49 @@ class Run:
     for it: wait=True); collective."""
     measured: dict[str, float] = field(default_factory=dict)
     """The held-out evaluation of the policies as they stand; empty where they moved since."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """JSON-able numbers that the method keeps from step to step; part of a checkpoint."""
+    values: ValueModel | None = None
+    """The value head, where the method has one."""
+    ahead: Callable[[Sequence[Term]], AbstractContextManager[None]] = lambda terms: nullcontext()
+    """Inside it the actor's engine answers as the best response th*, which the actor has come to by
+    its own steps, or comes to by some more on these terms, taken back afterwards."""
 
 
 def train(run: Run) -> bool:
     """Train to the end of the run; False where it was asked to stop and saved first."""
-    cfg, k = run.config, run.config.bilevel.actor_steps_per_critic_step
+    k = run.config.bilevel.actor_steps_per_critic_step
     if run.first_step == 0:
         measure(run, step=-1)
         run.telemetry.flush(-1, run.clock)
     if spent(run):  # resumed after its end
         return True
-    for step in range(run.first_step, cfg.num_steps):
+    for step in range(run.first_step, run.config.num_steps):
+        cfg = run.config.at(progress(run, step))
+        terms: list[Term] = []
         with run.clock.phase("play"):  # attempts -> feedbacks -> revisions, graded at both ends
-            prompts_P = run.cursor.take(cfg.rollout.prompts_per_step)
-            trees_P = play(run.players, prompts_P, cfg.rollout, step)
+            trees_P, sampled = grow(run, cfg, step)
             run.block = trees_P if opens_block(step, k) else run.block
-            sampled = generated_tokens(trees_P)
 
         if cfg.actor.train:
             with run.clock.phase("follow"):  # the actor's inner problem, the critic held fixed
-                turns, log = actor_turns(trees_P, cfg.bilevel)
-                log |= run.actor.update(sequences(turns), cfg.actor.loss)
-                run.players.actor.publish(run.actor.num_updates)
+                terms, log = follow_terms(situation(run, cfg, step, trees_P))
+                log |= run.actor.learn(terms)
+                publish(run)
                 run.telemetry.log(step, "actor/follow", log)
 
-        if run.critic is not None and cfg.critic.train and cfg.rollout.criticised and due(step, k):
-            if cfg.bilevel.lam != 0.0:
-                with run.clock.phase("probe"):  # the adapted actor answers the same feedback: V*
+        if leads(run, cfg) and due(step, k):
+            if cfg.bilevel.lam != 0.0 and cfg.bilevel.adaptation != "value":
+                # The adapted actor answers the same feedback again: V*.
+                with run.clock.phase("probe"), run.ahead(terms):
                     run.block = replay(run.players, run.block, cfg.rollout, opened(step, k))
                     sampled += generated_tokens(run.block, probes=True)
-            with run.clock.phase(
-                "lead"
-            ):  # the critic's outer problem: paid for what its words changed
-                turns, log = critic_turns(run.block, cfg.bilevel, run.players.task)
-                log |= run.critic.update(sequences(turns), cfg.critic.loss)
-                run.players.critic.publish(run.critic.num_updates)
+            with run.clock.phase("lead"):  # the critic's outer problem: paid for what its words did
+                terms, log = lead_terms(situation(run, cfg, step, run.block))
+                log |= run.critic.learn(terms)
+                publish(run)
                 run.telemetry.log(step, "critic/lead", log)
+                run.memory["critic_entropy"] = log.get("entropy", float("nan"))
 
         run.generated_tokens += sampled
         run.telemetry.log(step, "play", {**summary(trees_P), "generated_tokens": sampled})
@@ -106,6 +128,49 @@ def train(run: Run) -> bool:
     return True
 
 
+def grow(run: Run, cfg: Config, step: int) -> tuple[list[Tree], int]:
+    """The step's trees, and the tokens that they took (with those of groups that were dropped)."""
+    if cfg.rollout.resample:
+        trees, dropped = play_telling(run.players, run.cursor, cfg.rollout, step)
+        return trees, dropped + generated_tokens(trees)
+    prompts_P = run.cursor.take(cfg.rollout.prompts_per_step)
+    trees = play(run.players, prompts_P, cfg.rollout, step)
+    return trees, generated_tokens(trees)
+
+
+def situation(run: Run, cfg: Config, step: int, trees: Sequence[Tree]) -> Situation:
+    """What the objectives may look at."""
+    return Situation(
+        trees=trees,
+        config=cfg,
+        step=step,
+        players=run.players,
+        actor=run.actor,
+        memory=run.memory,
+        values=run.values,
+    )
+
+
+def publish(run: Run) -> None:
+    """From here on the engines answer with the policies as they stand."""
+    run.players.actor.publish(run.actor.num_updates)
+    if run.critic is not None and run.players.critic is not None:
+        run.players.critic.publish(run.critic.num_updates)
+
+
+def leads(run: Run, cfg: Config) -> bool:
+    """Whether a critic learns in this step's stage."""
+    learns = cfg.actor.train if cfg.shared_policy else cfg.critic_learns
+    return run.critic is not None and learns and cfg.rollout.criticised > 0
+
+
+def progress(run: Run, step: int) -> float:
+    """Share of the run that lies behind: of its steps or of its tokens, whichever is further."""
+    limit = run.config.max_generated_tokens
+    spent_share = run.generated_tokens / limit if limit else 0.0
+    return max(step / run.config.num_steps, spent_share)
+
+
 def finish_step(run: Run, step: int) -> bool:
     """Evaluate and save where due, write the step's row; True where the run ends here."""
     cfg = run.config
@@ -113,21 +178,45 @@ def finish_step(run: Run, step: int) -> bool:
     run.settle()
     stopping = run.stop_asked()
     last = step + 1 == cfg.num_steps or spent(run)
+    collapsed = False
     if last or due(step, cfg.eval.every):
         measure(run, step)
+        collapsed = has_collapsed(run)
     run.telemetry.flush(step, run.clock)
-    if last or stopping or due(step, cfg.save_every):
+    if last or stopping or collapsed or due(step, cfg.save_every):
         with run.clock.phase(
             "save"
         ):  # after the row: a checkpoint never knows of a step that has none
             run.save(step + 1)
+    if collapsed:
+        raise CriticCollapse(
+            f"step {step + 1}: in {run.memory['collapse']} evaluations in a row second answers "
+            f"were no better under the critic's feedback than under another problem's (uplift "
+            f"{run.measured['sampled/uplift_over_shuffled']:.3f}), at a critic's entropy of "
+            f"{run.memory.get('critic_entropy', float('nan')):.3f} nats per token. The run is "
+            "saved. Try a smaller critic.optimizer.lr, a larger critic.loss.kl_coef, more "
+            "rollout.revisions, or set collapse=null to go on"
+        )
     return last or stopping
+
+
+def has_collapsed(run: Run) -> bool:
+    """Count evaluations in a row in which the critic's words were worth nothing."""
+    rule = run.config.collapse
+    if rule is None or "sampled/uplift_over_shuffled" not in run.measured:
+        return False
+    useless = run.measured["sampled/uplift_over_shuffled"] <= rule.min_uplift
+    # A frozen critic has no entropy here, and none to lose.
+    entropy = run.memory.get("critic_entropy", 0.0)
+    count = run.memory.get("collapse", 0) + 1 if useless and entropy <= rule.max_entropy else 0
+    run.memory["collapse"] = count
+    return count >= rule.patience
 
 
 def measure(run: Run, step: int) -> None:
     """Log the held-out evaluation of the policies as they stand."""
     with run.clock.phase("eval"):
-        run.measured = evaluate(run.players, run.config)
+        run.measured = evaluate(run.players, run.config, score=run.actor.logprobs)
         run.telemetry.log(step, "eval", run.measured)
 
 
@@ -149,9 +238,9 @@ def summary(trees: Sequence[Tree]) -> dict[str, float]:
         good = [t.reward for t in turns if not t.failed]
         return sum(good) / len(good) if good else float("nan")
 
-    attempts = [t for tree in trees for t in tree.attempts]
+    attempts = [t for tree in trees if tree.round == 0 for t in tree.attempts]
     revisions = [t for tree in trees for t in tree.turns("revision")]
-    cut = sum(t.finish == "length" for tree in trees for t in tree.attempts)
+    cut = sum(t.finish == "length" for t in attempts)
     values = {"acc_t1": mean(attempts), "reward": mean(attempts + revisions)}
     if revisions:
         criticised = [tree.attempts[g] for tree in trees for g in tree.criticised]

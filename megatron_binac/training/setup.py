@@ -11,6 +11,9 @@ import logging
 import shutil
 import signal
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,19 @@ from megatron_binac.kernels import choose_backend
 from megatron_binac.models import checkpoint, cpu
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import build_groups, start_distributed
+from megatron_binac.models.scratch import scratch
+from megatron_binac.models.value_head import ValueHead
+from megatron_binac.rollout.critics import ConstantCritic, RuleCritic, TextCritic
 from megatron_binac.rollout.evaluate import evaluate
+from megatron_binac.rollout.http_critic import HttpCritic
 from megatron_binac.rollout.megatron_engine import MegatronEngine
 from megatron_binac.rollout.play import Players
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
 from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
 from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
-from megatron_binac.training.loop import Run, train
+from megatron_binac.terms import Term
+from megatron_binac.training.loop import CriticCollapse, Run, publish, train
 from megatron_binac.training.telemetry import Clock, Telemetry
 from megatron_binac.training.trees import trees_from_json, trees_to_json
 from megatron_binac.training.warm_start import warm_start
@@ -39,20 +47,28 @@ from megatron_binac.types import Role
 
 logger = logging.getLogger(__name__)
 
+COLLAPSED = 3
+"""Exit code of a run that `collapse` ended."""
 CORPUS_PROMPTS = 2000
 """Problems of the train split whose text the tokenizer is trained on."""
 
 
 def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
-    """Train to the end; the exit code: 0 finished, 130 or 143 stopped and saved after a signal."""
+    """Train to the end; the exit code: 0 finished, 3 ended because the critic had collapsed, 130
+    or 143 stopped after a signal; saved in each case."""
     start_distributed()
     _log_to(run_dir)
     config.check_world(dist.get_world_size())
     stop = _Stop()
     learners, players = build_players(config, run_dir, fresh_weights=resume)
     run = _build_run(config, run_dir, learners, players, stop, resume=resume)
+    collapsed = False
     try:
-        finished = train(run)
+        try:
+            finished = train(run)
+        except CriticCollapse as error:  # the same on every rank
+            run.telemetry.note(str(error))
+            finished = collapsed = True
         run.settle(wait=True)
         if not finished:
             run.telemetry.note(
@@ -63,10 +79,13 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     finally:
         run.telemetry.close()
         players.actor.close()
-        if players.critic is not None:
-            players.critic.close()
+        for critic in (players.critic, players.text_critic):
+            if critic is not None:
+                critic.close()
     dist.barrier()
     dist.destroy_process_group()
+    if collapsed:
+        return COLLAPSED
     return 0 if finished else 128 + (stop.received or signal.SIGTERM)
 
 
@@ -83,7 +102,7 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
         )
     learners, players = build_players(config, run_dir, fresh_weights=True)
     state = checkpoint.load(path, learners)
-    values = evaluate(players, config, num_prompts)
+    values = evaluate(players, config, num_prompts, learners["actor"].logprobs)
     if dist.get_rank() == 0:
         text = json.dumps({"run": str(run_dir), "step": state["step"], **values}, indent=2)
         if output is None:
@@ -149,15 +168,42 @@ def build_players(
         role: MegatronEngine(learner, max_sequences=config.rollout.max_sequences_per_batch)
         for role, learner in learners.items()
     }
+    if config.shared_policy:
+        engines["critic"] = MegatronEngine(
+            learners["actor"], max_sequences=config.rollout.max_sequences_per_batch
+        )
     players = Players(
         actor=engines["actor"],
         critic=engines.get("critic"),
+        text_critic=_text_critic(config, task),
         task=task,
         template=template,
         tokenizer=tokenizer,
         seed=config.seed,
     )
     return {str(role): learner for role, learner in learners.items()}, players
+
+
+def _text_critic(config: Config, task: Task) -> TextCritic | None:
+    """The critic that is no policy of this run, where the config names one."""
+    source = config.text_critic
+    if source is None:
+        return None
+    if source.kind == "rule":
+        return RuleCritic(task)
+    if source.kind == "constant":
+        return ConstantCritic(source.text)
+    return HttpCritic(
+        base_url=source.base_url,
+        model=source.model,
+        api_key_env=source.api_key_env,
+        max_tokens=config.rollout.max_feedback_tokens,
+        temperature=source.temperature,
+        timeout_s=source.timeout,
+        max_retries=source.max_retries,
+        max_parallel=source.max_parallel,
+        cache_dir=Path(source.cache_dir),
+    )
 
 
 def _prompt_room(config: Config) -> int:
@@ -214,7 +260,7 @@ def _build_run(
         players=players,
         cursor=cursor,
         actor=learners["actor"],
-        critic=learners.get("critic"),
+        critic=learners["actor"] if config.shared_policy else learners.get("critic"),
         telemetry=Telemetry(run_dir, config, is_writer=is_writer, first_step=first_step),
         clock=Clock(torch.cuda.synchronize if torch.cuda.is_available() else None),
         save=lambda step: None,
@@ -222,6 +268,11 @@ def _build_run(
         first_step=first_step,
     )
 
+    head = None
+    if config.value_head is not None:
+        head = run.values = ValueHead(learners["actor"], config.value_head)
+    if config.bilevel.adaptation == "lookahead":
+        run.ahead = partial(_look_ahead, run, learners["actor"])
     background = checkpoint.Background() if config.save_async else None
 
     def save(step: int) -> None:
@@ -230,6 +281,8 @@ def _build_run(
             "cursor": run.cursor.state(),
             "generated_tokens": run.generated_tokens,
             "block": trees_to_json(run.block) if opened else [],
+            "memory": run.memory,
+            "value_head": None if head is None else head.state(),
         }
         checkpoint.save(
             folder,
@@ -252,30 +305,58 @@ def _build_run(
         save(0)
     else:
         # The reference is the policy before the first step, whatever the newest checkpoint holds.
-        _load_reference(folder / checkpoint.FIRST, learners)
+        _load_reference(folder / checkpoint.FIRST, config, learners)
     for learner in learners.values():
-        if _needs_reference(learner):
+        if _needs_reference(config, learner):
             learner.hold_reference()
     if path is not None:
         state = checkpoint.load(path, learners)
         run.cursor.restore(state["cursor"])
         run.generated_tokens = state["generated_tokens"]
         run.block = trees_from_json(state["block"])
+        run.memory.update(state["memory"])
+        if head is not None:
+            head.restore(state["value_head"])
         run.telemetry.note(f"resumed from {path}: step {first_step} comes next")
-    players.actor.publish(learners["actor"].num_updates)
-    if players.critic is not None:
-        players.critic.publish(learners["critic"].num_updates)
+    publish(run)
     return run
 
 
-def _needs_reference(learner: MegatronLearner) -> bool:
-    return learner.config.train and learner.config.loss.kl_coef > 0
+@contextmanager
+def _look_ahead(run: Run, actor: MegatronLearner, terms: Sequence[Term]) -> Iterator[None]:
+    """Let the actor take further steps on its last batch, answer, and take them back."""
+    with scratch(actor):
+        for _ in range(run.config.bilevel.lookahead_steps):
+            actor.learn(terms)
+        publish(run)
+        yield
+    publish(run)
 
 
-def _load_reference(first: Path, learners: dict[str, MegatronLearner]) -> None:
+def _needs_reference(config: Config, learner: MegatronLearner) -> bool:
+    """Whether any stage measures this role against the policy before the first step."""
+    if not learner.config.train:
+        return False
+    for part in (config, *(config.at(stage.start) for stage in config.stages)):
+        loss = part.critic_loss if learner.role == "critic" else part.actor.loss
+        held = [loss.kl_coef]
+        if learner.role == "actor":
+            held += [
+                part.credit.attempt_kl_coef or 0.0,
+                part.teacher.trust_region if part.teacher else 0.0,
+                part.spans.kl_coef if part.spans else 0.0,
+            ]
+        if any(held):
+            return True
+    return False
+
+
+def _load_reference(first: Path, config: Config, learners: dict[str, MegatronLearner]) -> None:
     """Put the weights before the first step into the roles that will hold them. Raises ValueError
     where they are damaged: there is no other copy."""
-    needing = {role: learner for role, learner in learners.items() if _needs_reference(learner)}
+    needing = {
+        role: learner for role, learner in learners.items() if _needs_reference(config, learner)
+    }
     if not needing:
         return
     reason = checkpoint.damage(first)

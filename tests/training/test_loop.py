@@ -94,7 +94,7 @@ def calls(toy: Toy) -> list[tuple[str, str, int]]:
 
 
 def no_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_binac.training.loop.evaluate", lambda players, config: {})
+    monkeypatch.setattr("megatron_binac.training.loop.evaluate", lambda players, config, score: {})
 
 
 def test_a_step_is_play_follow_probe_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

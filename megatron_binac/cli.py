@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_binac.config import Config
 
-BENCHMARKS = ("packing", "kernels")
+BENCHMARKS = ("packing", "kernels", "train", "rollout", "refit", "step")
 _LAYOUT = {
     "tp": ("parallel.tp", "tensor-parallel ranks"),
     "pp": ("parallel.pp", "pipeline stages"),
@@ -461,8 +461,11 @@ def _task_option(text: str) -> tuple[str, Any]:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
-    return benchmark.main(args.arguments) or 0
+    if args.name in ("packing", "kernels"):
+        benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
+        return benchmark.main(args.arguments) or 0
+    speed = importlib.import_module("megatron_binac.benchmark.speed")
+    return speed.main([args.name, *args.arguments])
 
 
 # Parser

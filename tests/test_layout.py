@@ -20,7 +20,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("config", "method_config", "types", "seeds", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
     (1, ("tokenizer", "run_folder", "ranks", "planner", "planner.*", "report", "terms")),
-    (1, ("report_page",)),
+    (1, ("report_page", "timeline")),
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
     (3, ("rollout.sampling", "rollout.critics", "rollout.http_critic")),

@@ -293,7 +293,7 @@ def _check_same_problems(runs: list[_Run], warnings: list[str]) -> None:
         values = {json.dumps(run.settings.get(key)) for run in runs}
         if decides and key not in SEEDS and len(values) > 1:
             told = ", ".join(sorted(values))
-            warnings.append(f"{key} differs ({told}): not measured on the same problems")
+            warnings.append(f"{key} differs ({told}): the runs are not measured alike")
 
 
 def _groups(runs: list[_Run]) -> dict[str, list[_Run]]:

@@ -1,0 +1,415 @@
+"""`binac bench train | rollout | refit | step`: seconds, tokens and FLOPs of fixed work, measured.
+
+Every number that is printed was measured in this call; what was not is left out. Times are medians
+over repeats after a warm-up, with the quartiles beside them. Run under torchrun (or with --nproc)
+for more ranks: then each rank's own phase times are compared as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_binac.benchmark.machine import (
+    PeakMemory,
+    describe,
+    measured_peak_flops,
+    profiled_shares,
+)
+from megatron_binac.benchmark.workload import WORKLOADS, Workload, build, workload_config
+from megatron_binac.models import checkpoint
+from megatron_binac.models.parallel import start_distributed
+from megatron_binac.planner import flops
+from megatron_binac.planner.flops import Work
+from megatron_binac.planner.shapes import Shape
+from megatron_binac.rollout.batch import actor_turns, sequences
+from megatron_binac.rollout.play import generated_tokens, play, replay
+from megatron_binac.timeline import Timeline
+from megatron_binac.types import TrainSequence, Tree, Turn
+
+PHASES = {
+    "train": ("follow", "lead"),
+    "rollout": ("play",),
+    "refit": ("refit",),
+    "step": ("play", "follow", "probe", "lead", "refit"),
+}
+"""What each benchmark reports of a step."""
+
+
+class Meter:
+    """Seconds, work and memory of the phases of repeated steps."""
+
+    def __init__(self, load: Workload, timeline: Timeline | None) -> None:
+        self.load, self.timeline = load, timeline
+        self.seconds: dict[str, list[float]] = {}
+        self.model_flops: dict[str, list[int]] = {}
+        self.executed: dict[str, list[int]] = {}
+        self.memory: dict[str, int] = {}
+        self.steps: list[float] = []
+        """Seconds of all phases of each repeat together."""
+        self._probe = PeakMemory()
+
+    def phase(self, name: str, action: Callable[[], Any]) -> Any:
+        """Run `action`, charge its time to `name`."""
+        self._probe.reset()
+        _sync()
+        start = time.perf_counter_ns()
+        with self.timeline.phase(name) if self.timeline else nullcontext():
+            result = action()
+            _sync()
+        self.seconds.setdefault(name, []).append((time.perf_counter_ns() - start) / 1e9)
+        peak = self._probe.read()
+        if peak is not None:
+            self.memory[name] = max(self.memory.get(name, 0), peak)
+        return result
+
+    def count(self, phase: str, role: str, work: Work, executed: Work, training: bool) -> None:
+        """Add the FLOPs of a pass to a phase of this step."""
+        learner = self.load.learners[role]
+        shape = Shape.of(learner.config.model, learner.vocab_size)
+        recompute = learner.config.parallel.recompute == "full"
+        model = flops.forward_flops(shape, work) * (3 if training else 1)
+        run = flops.executed_flops(shape, executed, training=training, recompute=recompute)
+        for table, value in ((self.model_flops, model), (self.executed, run)):
+            table.setdefault(phase, []).append(value)
+
+    def forget(self) -> None:
+        """End of the warm-up."""
+        self.keep(lambda name: False)
+        self.steps.clear()
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Drop the phases that are not wanted."""
+        for table in (self.seconds, self.model_flops, self.executed, self.memory):
+            for name in [name for name in table if not wanted(name)]:
+                del table[name]
+
+
+def _sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def rollout_phase(meter: Meter, step: int) -> list[Tree]:
+    """Attempts, feedbacks and revisions of one step, graded."""
+    load = meter.load
+    prompts = load.cursor.take(load.config.rollout.prompts_per_step)
+    trees = meter.phase("play", lambda: play(load.players, prompts, load.config.rollout, step))
+    count_sampling(meter, "play", trees)
+    return trees
+
+
+def count_sampling(meter: Meter, phase: str, trees: list[Tree], *, probes: bool = False) -> None:
+    """FLOPs of sampling by role; sampling stores no padding, so executed is what was needed."""
+    turns: dict[str, list[Turn]] = {"actor": [], "critic": []}
+    if probes:
+        turns["actor"] = [t for tree in trees for ys in tree.probes for y in ys for t in y]
+    else:
+        for tree in trees:
+            turns["actor"] += tree.turns("attempt") + tree.turns("revision")
+            turns["critic"] += tree.turns("feedback")
+    for role, spoken in turns.items():
+        if spoken:
+            answers: dict[bytes, list[int]] = {}
+            prompts: dict[bytes, int] = {}
+            for turn in spoken:
+                key = turn.prompt_ids.tobytes()
+                prompts[key] = len(turn.prompt_ids)
+                answers.setdefault(key, []).append(len(turn.ids))
+            work = flops.generation(prompts.values(), answers.values())
+            meter.count(phase, role, work, work, training=False)
+
+
+def train_phase(meter: Meter, phase: str, role: str, turns: list[Turn]) -> tuple[int, int]:
+    """One update on all turns, whatever they earned; real and stored tokens of the packed rows."""
+    # Which turns have credit depends on luck; a benchmark that skipped some would not repeat.
+    for i, turn in enumerate(turns):
+        turn.trainable, turn.advantage = True, 1.0 if i % 2 else -1.0
+    rows = sequences(turns)
+    learner = meter.load.learners[role]
+    loss = learner.config.loss
+    meter.phase(phase, lambda: learner.update(rows, loss))
+    real, executed, stored = _update_work(learner, rows)
+    passes = [(real, executed, True)]
+    if loss.kl_coef > 0:
+        passes.append((real, executed, False))
+    for needed, run, training in passes:
+        meter.count(phase, role, needed, run, training)
+    return real.tokens, stored
+
+
+def _update_work(learner: Any, rows: Sequence[TrainSequence]) -> tuple[Work, Work, int]:
+    """What an update needs and what it runs over all ranks: padded tokens, padded squares."""
+    scored = sum(row.num_targets for row in rows)
+    real = flops.causal((len(row.ids) for row in rows), scored)
+    plan = learner.plan(rows)
+    stored = sum(len(batch.ids_T) for batch in plan)
+    slots = 0
+    for batch in plan:
+        lengths = [b - a for a, b in zip(batch.bounds, batch.bounds[1:], strict=False)]
+        groups: dict[int, list[int]] = {}
+        for n in lengths:
+            groups.setdefault(max(8, 1 << max(n - 1, 0).bit_length()), []).append(n)
+        slots += sum(max(g) * (max(g) + 1) // 2 * len(g) for g in groups.values())
+    counts = torch.tensor([stored, slots], dtype=torch.int64)
+    dist.all_reduce(counts, group=learner.groups.collection.dp)
+    tokens, pairs = counts.tolist()
+    return real, Work(tokens=tokens, pairs=pairs, scored=scored), tokens
+
+
+def one_step(meter: Meter, what: str, step: int, totals: list[dict[str, int]]) -> None:
+    """One repeat: everything that `what` needs, of which only its own phases are reported."""
+    load = meter.load
+    rollout = load.config.rollout
+    began = {name: len(values) for name, values in meter.seconds.items()}
+    trees = rollout_phase(meter, step)
+    counts = {"generated": generated_tokens(trees), "trained": 0, "real": 0, "stored": 0}
+
+    def learn(phase: str, role: str, turns: list[Turn]) -> None:
+        learner, engine = load.learners[role], getattr(load.players, role)
+        real, stored = train_phase(meter, phase, role, turns)
+        counts["real"] += real
+        counts["stored"] += stored
+        counts["trained"] += sum(len(t.ids) for t in turns)
+        meter.phase("refit", lambda: engine.publish(learner.num_updates))
+
+    if what != "rollout":
+        learn("follow", "actor", list(actor_turns(trees, load.config.bilevel)[0]))
+        if trees[0].feedbacks and _trains(load.config, "critic"):
+            if what == "step":
+                meter.phase("probe", lambda: replay(load.players, trees, rollout, step))
+                count_sampling(meter, "probe", trees, probes=True)
+                counts["generated"] += generated_tokens(trees, probes=True)
+            learn("lead", "critic", [t for tree in trees for t in tree.turns("feedback")])
+    totals.append(counts)
+    own = PHASES[what]
+    meter.steps.append(
+        sum(
+            sum(values[began.get(name, 0) :])
+            for name, values in meter.seconds.items()
+            if name in own
+        )
+    )
+
+
+def _trains(config: Any, role: str) -> bool:
+    own = getattr(config, role)
+    return own is not None and own.train
+
+
+def summarise(
+    meter: Meter, totals: list[dict[str, int]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Medians, rates and shares of this call, the same keys for table and JSON."""
+    world = dist.get_world_size()
+    mine = {name: statistics.median(values) for name, values in meter.seconds.items()}
+    everyone: list[dict[str, float]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, mine)
+    peaks: list[dict[str, int]] = [{} for _ in range(world)]
+    dist.all_gather_object(peaks, meter.memory)
+    peak = measured_peak_flops(meter.load.learners["actor"].config.precision)
+    repeats = args.repeats
+    per_step = meter.steps
+    whole = statistics.median(per_step)
+    phases: dict[str, dict[str, Any]] = {}
+    for name, values in meter.seconds.items():
+        entry: dict[str, Any] = {
+            "times_a_step": len(values) / repeats,
+            "seconds": mine[name],
+            "quartiles": _quartiles(values),
+            "slowest_rank": max(range(world), key=lambda r, n=name: everyone[r].get(n, 0.0)),
+            "slowest_over_mean": max(e[name] for e in everyone)
+            / statistics.fmean(e[name] for e in everyone),
+        }
+        if name in meter.model_flops and peak is not None:
+            each, run = (
+                sum(table[name]) / len(values) for table in (meter.model_flops, meter.executed)
+            )
+            entry |= {
+                "model_flops": each,
+                "mfu": each / (mine[name] * peak.flops * world),
+                "hfu": run / (mine[name] * peak.flops * world),
+            }
+        found = [p[name] for p in peaks if name in p]
+        if found:
+            entry["peak_bytes"] = max(found)
+        phases[name] = entry
+    medians = {key: statistics.median(t[key] for t in totals) for key in totals[0]}
+    result: dict[str, Any] = {
+        "benchmark": args.what,
+        "workload": meter.load.name,
+        "settings": args.set,
+        "machine": describe(),
+        "ranks": world,
+        "threads": torch.get_num_threads(),
+        "warmup": args.warmup,
+        "repeats": repeats,
+        "step_seconds": whole,
+        "step_quartiles": _quartiles(per_step),
+        "phases": phases,
+        "tokens": medians,
+        "tokens_per_second": {},
+    }
+    rates = result["tokens_per_second"]
+    if "play" in mine:
+        sampling = mine["play"] + mine.get("probe", 0.0)
+        rates["generated"] = medians["generated"] / sampling
+    learning = mine.get("follow", 0.0) + mine.get("lead", 0.0)
+    if learning:
+        rates["trained, with context"] = medians["real"] / learning
+        result["padding_share"] = 1.0 - medians["real"] / medians["stored"]
+    if args.what == "step":
+        rates["end to end, sampled tokens"] = medians["generated"] / whole
+        rates["end to end, a rank"] = medians["generated"] / whole / world
+    if peak is not None:
+        result |= {"peak": peak.as_dict(), "formula": flops.FORMULA}
+        total = sum(sum(v) for v in meter.model_flops.values()) / repeats
+        run = sum(sum(v) for v in meter.executed.values()) / repeats
+        result["mfu"] = total / (whole * peak.flops * world)
+        result["hfu"] = run / (whole * peak.flops * world)
+    return result
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def save_phase(meter: Meter, folder: Path) -> None:
+    """A checkpoint of both roles, written and put in place."""
+    for number in range(2):
+        target = folder / f"saved{number}"
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        meter.phase("save", lambda t=target: checkpoint.save(t, 1, meter.load.learners, {}, 1))
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The result for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    title = f"{result['benchmark']} {result['workload']}: {result['machine']}, "
+    title += f"{result['ranks']} rank(s) of {result['threads']} thread(s)"
+    table = Table(title=title, title_justify="left")
+    head = ["phase", "ms", "quartiles", "share", "MFU %", "HFU %", "peak MiB", "slowest / mean"]
+    for name in head:
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for name, e in result["phases"].items():
+        low, high = e["quartiles"]
+        share = e["seconds"] * e["times_a_step"] / result["step_seconds"]
+        row = [name, f"{1e3 * e['seconds']:.2f}", f"{1e3 * low:.2f} - {1e3 * high:.2f}"]
+        row.append("" if name == "save" else f"{share:.1%}")
+        row += [f"{100 * e[key]:.2f}" if key in e else "" for key in ("mfu", "hfu")]
+        row.append(f"{e['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in e else "")
+        row.append(f"{e['slowest_over_mean']:.3f} (rank {e['slowest_rank']})")
+        table.add_row(*row)
+    console.print(table)
+    low, high = result["step_quartiles"]
+    console.print(
+        f"step {1e3 * result['step_seconds']:.1f} ms ({1e3 * low:.1f} - {1e3 * high:.1f}), "
+        f"{result['repeats']} repeats after {result['warmup']}"
+    )
+    for name, rate in result["tokens_per_second"].items():
+        console.print(f"{name}: {rate:,.0f} tokens/s")
+    if "padding_share" in result:
+        console.print(f"padding: {result['padding_share']:.2%} of the stored tokens")
+    if "mfu" in result:
+        console.print(
+            f"MFU {result['mfu']:.2%}, HFU {result['hfu']:.2%} of {result['peak']['how']}"
+        )
+        console.print(result["formula"])
+    for name, share in result.get("profile", {}).items():
+        console.print(f"profiled step, {name}: {share:.1%}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark; the exit code."""
+    parser = argparse.ArgumentParser(prog="binac bench", description=__doc__)
+    parser.add_argument("what", choices=tuple(PHASES))
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="quickstart")
+    parser.add_argument("--warmup", type=int, default=3, metavar="N")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--save", action="store_true", help="also time a checkpoint")
+    parser.add_argument("--profile", action="store_true", help="share of the step by kind of work")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace for each rank")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.repeats < 1 or args.warmup < 0:
+        raise ValueError(
+            f"got --repeats {args.repeats} --warmup {args.warmup}, expected 1 and 0 or more"
+        )
+    if args.nproc and args.nproc > 1 and not dist.is_torchelastic_launched():
+        own = list(sys.argv[1:] if argv is None else argv)
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ranks += [f"--nproc-per-node={args.nproc}", "-m", "megatron_binac", "bench"]
+        return subprocess.run([*ranks, *_without_nproc(own)], check=False).returncode
+    start_distributed()
+    config = workload_config(args.workload, args.set)
+    config.check_world(dist.get_world_size())
+    with tempfile.TemporaryDirectory() as temporary:
+        places = [temporary]
+        dist.broadcast_object_list(places)
+        result = _measure(args, config, Path(places[0]))
+        dist.barrier()
+    if dist.get_rank() == 0:
+        if args.json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_table(result)
+    dist.destroy_process_group()
+    return 0
+
+
+def _measure(args: argparse.Namespace, config: Any, folder: Path) -> dict[str, Any]:
+    timeline = Timeline(dist.get_rank()) if args.trace is not None else None
+    meter = Meter(build(args.workload, config, folder), timeline)
+    totals: list[dict[str, int]] = []
+    for step in range(args.warmup):
+        one_step(meter, args.what, step, totals)
+    meter.forget()
+    totals.clear()
+    for step in range(args.warmup, args.warmup + args.repeats):
+        one_step(meter, args.what, step, totals)
+    meter.keep(lambda name: name in PHASES[args.what])
+    if args.save:
+        save_phase(meter, folder)
+    result = summarise(meter, totals, args)
+    if args.profile:
+        step = args.warmup + args.repeats
+        result["profile"] = profiled_shares(lambda: one_step(meter, args.what, step, []))
+    if timeline is not None:
+        timeline.write(args.trace)
+    return result
+
+
+def _without_nproc(argv: list[str]) -> list[str]:
+    out = []
+    skip = False
+    for item in argv:
+        if skip or item.startswith("--nproc="):
+            skip = False
+            continue
+        if item == "--nproc":
+            skip = True
+            continue
+        out.append(item)
+    return out

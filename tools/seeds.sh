@@ -31,17 +31,19 @@ train() {
     --set warm_start.cache_dir="$out/warm_start" "$@" > "$run.txt" 2>&1 && touch "$run.done"
 }
 
-failed=0
 for seed in $(seq 1 "$seeds"); do
   for recipe in $recipes; do
-    while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n || failed=1; done
+    while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n || true; done
     train "$recipe" "$seed" "$@" &
   done
 done
-while [ "$(jobs -rp | wc -l)" -gt 0 ]; do wait -n || failed=1; done
-[ "$failed" = 0 ] || { echo "seeds.sh: a run failed; see $out/*.txt" >&2; exit 1; }
+wait
 runs=()
 for recipe in $recipes; do
-  for seed in $(seq 1 "$seeds"); do runs+=("$out/$recipe-$seed"); done
+  for seed in $(seq 1 "$seeds"); do
+    runs+=("$out/$recipe-$seed")
+    # Asked of the file: the shell forgets how a job ended that was quicker than its next look.
+    [ -e "${runs[-1]}.done" ] || { echo "seeds.sh: ${runs[-1]} failed; see ${runs[-1]}.txt" >&2; exit 1; }
+  done
 done
 python -m megatron_binac compare "${runs[@]}" --markdown "$out/pooled.md" --plot "$out/pooled.png"

@@ -62,7 +62,7 @@ class RuleCritic:
 class ConstantCritic:
     """The same words about every attempt: a second try without feedback on the first.
 
-    Source: the fixed instruction of the second turn in SCoRe, arXiv 2409.12917, section 5.
+    Source: the fixed instruction of SCoRe's second turn, arXiv 2409.12917.
 
     Example: ``ConstantCritic("there may be an error; try again").say([prompt], ["8"], [0])``
     """

@@ -25,7 +25,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ class HttpCritic:
         another host, a bad certificate), and where it has never answered anything so far.
         """
         stop = self._stop = threading.Event()
+        seeds = [int(seed) for seed in seeds]  # JSON takes no numbers of numpy
         bodies = [
             self._body(prompt, attempt, seed)
             for prompt, attempt, seed in zip(prompts, attempts, seeds, strict=True)
@@ -149,6 +150,10 @@ class HttpCritic:
             for key, body in dict(zip(keys, bodies, strict=True)).items()
         }
         try:
+            # The first error ends it: a key that is refused is refused to all.
+            done, _ = wait(waiting.values(), return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
             answers = {key: future.result() for key, future in waiting.items()}
         except BaseException:
             stop.set()

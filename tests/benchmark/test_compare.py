@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +17,7 @@ from megatron_binac.benchmark import compare_show
 from megatron_binac.benchmark.compare import Comparison, Row, compare, estimate
 from megatron_binac.config import Config, override, to_json
 
+SEEDS = Path(__file__).resolve().parents[2] / "tools" / "seeds.sh"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -309,9 +312,7 @@ def test_several_tasks_are_an_error_and_other_problems_a_warning(tmp_path: Path)
         compare([str(tmp_path / "*")])
     write_run(tmp_path / "z", recipe="z", settings=("eval.num_prompts=8",))
     found = compare([str(tmp_path / "x"), str(tmp_path / "z")])
-    assert found.warnings == [
-        "eval.num_prompts differs (256, 8): not measured on the same problems"
-    ]
+    assert found.warnings == ["eval.num_prompts differs (256, 8): the runs are not measured alike"]
 
 
 def test_a_config_of_another_version_is_still_read(tmp_path: Path) -> None:
@@ -375,3 +376,36 @@ def test_a_file_of_another_kind_is_not_written_over(
     assert cli.main(["compare", str(run), flag, str(run / name)]) == 2
     assert f"{flag} is {run / name}, expected a name that ends in" in capsys.readouterr().err
     assert (run / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("fails", ["", "b-2"])
+def test_the_seeds_script_compares_what_it_has_trained(fails: str, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    # A stand-in that notes its arguments; the run that FAILS names ends with an error.
+    python.write_text(
+        '#!/bin/bash\necho "$*" >>"$NOTED"\n[[ -z $FAILS || "$*" != *"/$FAILS --set"* ]]\n'
+    )
+    python.chmod(0o755)
+    noted, out = tmp_path / "noted", tmp_path / "out"
+    env = {"PATH": f"{python.parent}:{os.environ['PATH']}", "NOTED": str(noted), "FAILS": fails}
+    command = ["bash", str(SEEDS), "--seeds", "2", "--out", str(out), "--recipes", "a b"]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    lines = noted.read_text().splitlines()
+    assert sum(" train " in line for line in lines) == 4
+    compared = [line for line in lines if " compare " in line]
+    if fails:
+        assert done.returncode == 1
+        assert f"seeds.sh: {out}/b-2 failed; see {out}/b-2.txt" in done.stderr
+        assert compared == []
+        return
+    assert done.returncode == 0, done.stderr
+    runs = " ".join(f"{out}/{name}" for name in ("a-1", "a-2", "b-1", "b-2"))
+    assert compared == [
+        f"-m megatron_binac compare {runs} --markdown {out}/pooled.md --plot {out}/pooled.png"
+    ]
+    # The second time nothing is trained again.
+    subprocess.run(command, env=env, capture_output=True, check=True, timeout=300)
+    assert sum(" train " in line for line in noted.read_text().splitlines()) == 4

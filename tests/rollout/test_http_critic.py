@@ -501,6 +501,32 @@ def test_a_broken_file_of_the_cache_is_made_anew(
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
+def test_who_reads_the_cache_while_others_write_sees_whole_answers(tmp_path: Path) -> None:
+    key, texts = "ab" * 32, ["x" * 200_000, "y" * 200_000]
+    caches = [http_critic._Cache(tmp_path) for _ in range(3)]  # as of three processes
+    caches[0].put(key, texts[0])
+    over = threading.Event()
+
+    def write(cache: http_critic._Cache, text: str) -> None:
+        while not over.is_set():
+            cache.put(key, text)
+
+    threads = [
+        threading.Thread(target=write, args=pair, daemon=True)
+        for pair in zip(caches[:2], texts, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        seen = {caches[2].get(key) for _ in range(200)}
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(GUARD_S)
+    assert seen <= set(texts)
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
+
+
 def test_a_cache_that_cannot_be_written_is_said_once(
     server: Server, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -578,6 +604,35 @@ def test_a_key_in_the_clear_is_warned_about(
     assert [r.getMessage() for r in caplog.records] == [
         "the critic's key goes to host.invalid unencrypted; use https"
     ]
+
+
+def test_the_proxy_of_the_environment_is_for_other_machines_alone(
+    server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "REQUEST_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    make(base_url="http://host.invalid/v1").say([problem("a")], ["b"], [1])
+    assert server.requests[0][0] == "http://host.invalid/v1/chat/completions"
+    make().say([problem("a")], ["b"], [1])
+    assert server.requests[1][0] == "/v1/chat/completions"
+
+
+def test_one_refused_key_ends_the_wait_of_the_others(server: Server, make: Make) -> None:
+    waiting = threading.Event()
+
+    def reply(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if asked(body) == "a|y":
+            send(handler, b"", 503, Retry_After="3000")
+            waiting.set()
+        else:
+            waiting.wait(GUARD_S)
+            send(handler, b"", 401)
+
+    server.reply = reply
+    critic = make(max_wait_s=3000.0, max_parallel=2)
+    with pytest.raises(ValueError, match="got status 401"):
+        critic.say([problem("a"), problem("b")], ["y"] * 2, [1, 2])
 
 
 def test_a_redirect_on_the_same_host_is_followed_with_the_request(

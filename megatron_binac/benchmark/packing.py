@@ -2,7 +2,9 @@
 
 Every cell plans the same random lengths three ways: by the planner in use, by its Python twin, and
 by first-fit decreasing in plain NumPy with bins dealt out in turn. Times are the least of several
-runs; on a busy machine the CPU time, not the wall time, says what planning costs.
+runs; on a busy machine the CPU time, not the wall time, says what planning costs. Above
+`--baseline-limit` sequences the two slow ones are measured in one cell of each size, and the others
+say that they were not.
 """
 
 from __future__ import annotations
@@ -137,9 +139,9 @@ def plan_with(
 
 
 def bench_cell(
-    law: str, num: int, capacity: int, dp_size: int, align: Alignment, baseline_limit: int
+    law: str, num: int, capacity: int, dp_size: int, align: Alignment, *, with_baselines: bool
 ) -> Row:
-    """Measure one cell; the two baselines only up to `baseline_limit` sequences."""
+    """Measure one cell, with or without the two baselines."""
     lengths = draw_lengths(law, num, capacity)
     core = packing._core
     plan = plan_with(core, lengths, capacity, dp_size, align)
@@ -148,7 +150,7 @@ def bench_cell(
     stats = plan.stats
     cost = COSTS(lengths)
     baselines: dict[str, float | int] = {}
-    if num <= baseline_limit:
+    if with_baselines:
         _, by_reference = measure(
             lambda: plan_with(packing_reference, lengths, capacity, dp_size, align),
             3 if num <= 1000 else 1,
@@ -250,7 +252,8 @@ def print_table(rows: Sequence[Row], gathered: dict[str, float]) -> None:
     table = Table(title=f"packing: {packing.backend()}", title_justify="left")
     for name in (
         "law", "sequences", "capacity", "DP", "ms", "CPU ms", "M seq/s", "bins / bound", "fill %",
-        "padding %", "ranks", "micro-b.", "floor", "x Python", "x NumPy", "NumPy ranks",
+        "padding %", "ranks", "micro-b.", "floor", "Python ms", "x Python", "NumPy ms", "x NumPy",
+        "NumPy bins", "NumPy ranks",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "law" else "right")
     for r in rows:
@@ -268,12 +271,22 @@ def print_table(rows: Sequence[Row], gathered: dict[str, float]) -> None:
             f"{r.rank_balance:.4f}",
             f"{r.microbatch_balance:.3f}",
             f"{r.microbatch_floor:.3f}",
-            _or_dash(r.reference_speedup, ".0f"),
-            _or_dash(r.first_fit_speedup, ".0f"),
-            _or_dash(r.first_fit_rank_balance, ".3f"),
+            _measured(_times(r.reference_cpu_seconds, 1e3), ".0f"),
+            _measured(r.reference_speedup, ".0f"),
+            _measured(_times(r.first_fit_cpu_seconds, 1e3), ".0f"),
+            _measured(r.first_fit_speedup, ".0f"),
+            _measured(_times(r.first_fit_bins, 1 / r.lower_bound), ".4f"),
+            _measured(r.first_fit_rank_balance, ".3f"),
         )
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(table)
+    console.print(
+        "ms: wall time; all other times are CPU times. bins and NumPy bins: over the lower bound. "
+        "ranks, micro-b., NumPy ranks: largest / mean cost; floor: what the costliest sequence "
+        "alone makes of micro-b."
+    )
+    if any(r.reference_cpu_seconds is None for r in rows):
+        console.print("n/m: not measured; --baseline-limit measures more of it, which takes long")
     for g in growth(rows):
         console.print(
             f"{g['law']}, capacity {g['capacity']}, DP {g['dp_size']}: CPU time from "
@@ -286,8 +299,12 @@ def print_table(rows: Sequence[Row], gathered: dict[str, float]) -> None:
     )
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _measured(value: float | None, form: str) -> str:
+    return "n/m" if value is None else format(value, form)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,13 +320,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--baseline-limit",
         type=int,
         default=100_000,
-        help="most sequences that the slow baselines plan, default 100000",
+        help="up to so many sequences the slow baselines plan every cell, above it one cell of "
+        "each size (the first law, the largest capacity and DP); default 100000",
     )
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
     args = parser.parse_args(argv)
     align = Alignment(seq_multiple=args.seq_multiple, pack_multiple=args.pack_multiple)
+    shown = (args.law[0], max(args.capacity), max(args.dp))
     rows = [
-        bench_cell(law, num, capacity, dp_size, align, args.baseline_limit)
+        bench_cell(
+            law,
+            num,
+            capacity,
+            dp_size,
+            align,
+            with_baselines=num <= args.baseline_limit or (law, capacity, dp_size) == shown,
+        )
         for num in args.num_sequences
         for capacity in args.capacity
         for law in args.law

@@ -411,13 +411,12 @@ class RolloutConfig:
             f"{self.attempts}",
         )
         if self.criticised:
-            for name in ("feedbacks", "revisions"):
-                _check(
-                    getattr(self, name) > 0,
-                    f"rollout.{name} is {getattr(self, name)} while rollout.criticised is "
-                    f"{self.criticised}; "
-                    "set it to 1 or more, or rollout.criticised to 0",
-                )
+            _check(
+                self.feedbacks > 0,
+                f"rollout.feedbacks is {self.feedbacks} while rollout.criticised is "
+                f"{self.criticised}; set it to 1 or more, or rollout.criticised to 0",
+            )
+        _check(self.revisions >= 0, f"rollout.revisions is {self.revisions}, expected 0 or more")
         _check(
             self.temperature > 0,
             f"rollout.temperature is {self.temperature}, expected above 0 (greedy decoding is for "
@@ -688,6 +687,13 @@ class Config:
             criticised > 0 or kind not in feedback,
             f"credit.kind is {kind!r} with rollout.criticised 0; it pays for answers to feedback, "
             "set rollout.criticised to 1 or more or credit.kind to group",
+        )
+        _check(
+            self.rollout.revisions > 0 or not criticised
+            or (kind in ("spans", "none") and not self.critic_learns),
+            f"rollout.revisions is 0 while rollout.criticised is {criticised}; feedback that nobody "
+            "answers is of use to credit spans and none with a critic that does not learn: set it "
+            "to 1 or more, or rollout.criticised to 0",
         )
         _check(
             kind != "two_turn" or criticised == self.rollout.attempts,

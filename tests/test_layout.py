@@ -19,6 +19,7 @@ PACKAGE = "megatron_binac"
 FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("config", "method_config", "types", "seeds", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
+    (1, ("quickstart", "method_recipes")),
     (1, ("tokenizer", "run_folder", "ranks", "planner", "planner.*", "report", "terms")),
     (1, ("report_page", "timeline")),
     (2, ("kernels.*", "kernels")),
@@ -35,6 +36,9 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
 ]
 OWN_FLOOR: list[tuple[str, str]] = [
     ("config", "method_config"),
+    ("recipes", "quickstart"),
+    ("recipes", "method_recipes"),
+    ("method_recipes", "quickstart"),
     ("algo.*", "algo.*"),
     ("tasks*", "tasks*"),
     ("packing", "packing_reference"),
@@ -67,7 +71,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
-    "recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli",
+    "recipes", "quickstart", "method_recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli",
     "report", "launch",
     "training.telemetry", "benchmark.packing", "benchmark.compare*",
     "rollout.critics", "rollout.http_critic",

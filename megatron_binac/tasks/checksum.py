@@ -41,6 +41,9 @@ class Checksum:
     """Share of all problems that is held out; a hash of the digits decides which."""
     right_share: float = 0.3
     """Share of right attempts in the three-turn conversations of the warm start."""
+    quotes: bool = False
+    """Feedback ends with the attempt in quotes and a sign, +"0" for right and -"8" for wrong, in
+    the place of "ok" and "off": spans of the attempt that a token's credit can be read from."""
     seed: int = 0
     """Of the order in which problems come; held-out problems stay held out under every seed."""
 
@@ -92,19 +95,34 @@ class Checksum:
         the attempt is wrong and honest working would have ended in another digit. A slip of the
         working ends in the answer one time in nine: that is the floor of the rate, not a leak.
         """
-        digits = re.findall(r"[0-9]", feedback_text)
+        working = re.sub(r'[+-]"[^"]*"', "", feedback_text)
+        digits = re.findall(r"[0-9]", working)
         if not digits or _answer(attempt_text) == prompt.gold:
             return False
         return digits[-1] == prompt.gold != self._working(prompt.text, attempt_text)[-1]
 
     def verdict(self, feedback_text: str) -> bool | None:
-        """The last "ok" or "off" of the feedback."""
+        """The last "ok" or "off" of the feedback, or the sign of its last quote."""
+        if self.quotes:
+            signs = [sign for _, sign in self.spans(feedback_text)]
+            return signs[-1] > 0 if signs else None
         return parse_verdict(feedback_text, right=[RIGHT], wrong=[WRONG])
 
     def oracle_feedback(self, prompt: Prompt, attempt_text: str) -> str:
         """Right working from the attempt; an attempt that is not one digit is worked from as 0."""
         working = self._working(prompt.text, attempt_text)
         right = working[-1] == "0" and _answer(attempt_text) is not None
+        return self._feedback(working, attempt_text, right)
+
+    def spans(self, feedback_text: str) -> list[tuple[str, int]]:
+        """Signed quotes of the feedback (Text2Grad): what stands in +"..." is good, in -"..." poor.
+        """
+        found = re.findall(r'([+-])"([^"]*)"', feedback_text)
+        return [(quote, 1 if sign == "+" else -1) for sign, quote in found]
+
+    def _feedback(self, working: str, attempt_text: str, right: bool) -> str:
+        if self.quotes:
+            return f'{working} {"+" if right else "-"}"{attempt_text}"'
         return f"{working} {RIGHT if right else WRONG}"
 
     def supervised(self, role: Role, index: int) -> Example:
@@ -128,7 +146,7 @@ class Checksum:
         attempt = str(gold if rng.random() < self.right_share else rng.randrange(10))
         text = "".join(map(str, digits))
         working = self._working(text, attempt)
-        feedback = f"{working} {RIGHT if working[-1] == '0' else WRONG}"
+        feedback = self._feedback(working, attempt, working[-1] == "0")
         turns = (
             Segment(speaker="user", text=text, is_target=False),
             Segment(speaker="actor", text=attempt, is_target=False),

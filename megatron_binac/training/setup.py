@@ -37,8 +37,8 @@ from megatron_binac.rollout.play import Players
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
 from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
-from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megatron_binac.terms import Term
+from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megatron_binac.training.loop import CriticCollapse, Run, publish, train
 from megatron_binac.training.telemetry import Clock, Telemetry
 from megatron_binac.training.trees import trees_from_json, trees_to_json
@@ -196,7 +196,7 @@ def _text_critic(config: Config, task: Task) -> TextCritic | None:
     return HttpCritic(
         base_url=source.base_url,
         model=source.model,
-        api_key_env=source.api_key_env,
+        api_key_env=source.api_key_env or None,
         max_tokens=config.rollout.max_feedback_tokens,
         temperature=source.temperature,
         timeout_s=source.timeout,

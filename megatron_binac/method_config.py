@@ -192,7 +192,7 @@ class TextCriticConfig:
     """Of http, such as "http://critic-host:8000/v1"."""
     model: str = ""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key, which is never written; empty for none."""
+    """Name of the environment variable that holds the key, never written; empty for none."""
     temperature: float = 1.0
     timeout: float = 60.0
     """Seconds until a request counts as lost."""

@@ -74,6 +74,8 @@ def cache_key(config: Config, role: Role, role_config: RoleConfig, tokenizer: To
         "schedule": asdict(getattr(config.warm_start, role)),
         "seed": config.warm_start.seed,
     }
+    if config.shared_policy:
+        facts["shared"] = True
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{role}-{digest[:16]}"
 
@@ -104,7 +106,9 @@ def _make(
     for step in range(schedule.steps):
         batch = range(step * schedule.batch, (step + 1) * schedule.batch)
         recent.append(
-            teacher.supervise([_sequence(role, i, task, template) for i in batch])["loss"]
+            teacher.supervise(
+                [_sequence(_taught(config, role, i), i, task, template) for i in batch]
+            )["loss"]
         )
         mean = sum(recent) / len(recent)
         enough = len(recent) == recent.maxlen and mean < schedule.stop_loss
@@ -136,6 +140,11 @@ def _make(
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
         logger.info(text)
+
+
+def _taught(config: Config, role: Role, index: int) -> Role:
+    """Whose example this is: a policy that plays both roles learns both, in turn."""
+    return "critic" if config.shared_policy and index % 2 else role
 
 
 def _sequence(role: Role, index: int, task: TeachingTask, template: Template) -> TrainSequence:

@@ -122,7 +122,6 @@ class HttpCritic:
         """Feedbacks that stayed None."""
         self._cache = _Cache(Path(cache_dir)) if cache_dir is not None else None
         self._opener = _opener(self.url)
-        self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="critic")
         self._stop = threading.Event()
         self._lock = threading.Lock()
         host = urllib.parse.urlsplit(self.url)
@@ -145,21 +144,7 @@ class HttpCritic:
         ]
         # The seed is in the key also where the endpoint takes none: siblings are samples, not one.
         keys = [_digest(self.url, body, seed) for body, seed in zip(bodies, seeds, strict=True)]
-        waiting = {
-            key: self._pool.submit(self._feedback, key, body, stop)
-            for key, body in dict(zip(keys, bodies, strict=True)).items()
-        }
-        try:
-            # The first error ends it: a key that is refused is refused to all.
-            done, _ = wait(waiting.values(), return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            answers = {key: future.result() for key, future in waiting.items()}
-        except BaseException:
-            stop.set()
-            for future in waiting.values():
-                future.cancel()
-            raise
+        answers = self._ask_all(dict(zip(keys, bodies, strict=True)), stop)
         failed = [reason for text, reason in map(answers.__getitem__, keys) if text is None]
         self.num_failed += len(failed)
         if failed and self.num_answered + self.num_cached == 0:
@@ -174,9 +159,30 @@ class HttpCritic:
         return [answers[key][0] for key in keys]
 
     def close(self) -> None:
-        """Wake who waits for another try, and end the threads."""
+        """End a `say` that another thread is in: who waits for another try gives up."""
         self._stop.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ask_all(
+        self, bodies: dict[str, bytes], stop: threading.Event
+    ) -> dict[str, tuple[str | None, str]]:
+        """Text, or None and why, by key; the first error ends it."""
+        # Threads of this call alone: whoever forks between two calls has none of them.
+        pool = ThreadPoolExecutor(self.max_parallel, thread_name_prefix="critic")
+        try:
+            futures = {
+                key: pool.submit(self._feedback, key, body, stop) for key, body in bodies.items()
+            }
+            # A key that is refused is refused to all: not what the first request comes to, but the
+            # first error.
+            for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
+                future.result()
+            answers = {key: future.result() for key, future in futures.items()}
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
+        return answers
 
     def _body(self, prompt: Prompt, attempt: str, seed: int) -> bytes:
         # Of the prompt its text alone: gold and meta are for graders.
@@ -201,6 +207,8 @@ class HttpCritic:
             self._count("num_cached")
             return held, ""
         for num_tried in range(self.max_retries + 1):
+            if stop.is_set():
+                return None, "stopped"
             self._count("num_sent")
             try:
                 text = self._ask(body)

@@ -67,7 +67,8 @@ setup(
     extras_require={
         "vllm": ["vllm>=0.32; platform_system == 'Linux'"],
         "te": ["transformer-engine[pytorch]>=2.9; platform_system == 'Linux'"],
-        "launch": ["nemo_run>=0.6"],
+        # leptonai 0.40 has lost a module that nemo_run imports.
+        "launch": ["nemo_run>=0.11", "leptonai>=0.26.6,<0.40"],
         "tasks": ["math-verify>=0.7", "reasoning-gym>=0.1.20", "datasets>=3", "tokenizers>=0.20"],
         "track": ["wandb>=0.18"],
         "kernels": ["triton>=3.6; platform_system == 'Linux'"],
@@ -80,7 +81,10 @@ setup(
             "pyright>=1.1.390",
         ],
     },
-    entry_points={"console_scripts": ["binac = megatron_binac.cli:main"]},
+    entry_points={
+        "console_scripts": ["binac = megatron_binac.cli:main"],
+        "nemo_run.cli": ["binac = megatron_binac.launch.nemo_cli"],
+    },
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",

@@ -1,7 +1,8 @@
 """`binac`: the command line. Each command imports what it needs when it runs; help needs no torch.
 
-Exit codes: 0 done, 2 wrong use (one line on stderr, nothing overwritten), 130 and 143 stopped by
-SIGINT and SIGTERM after a checkpoint was saved, anything else a crash with its traceback.
+Exit codes: 0 done, 2 wrong use (one line on stderr, nothing overwritten), 130, 138 and 143
+stopped by SIGINT, SIGUSR1 and SIGTERM after a checkpoint was saved, anything else a crash with its
+traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_binac import __version__
+from megatron_binac.launch import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
     from megatron_binac.config import Config
 
 BENCHMARKS = ("packing", "kernels", "train", "rollout", "refit", "step")
+LAUNCHING = {
+    "launch": "submit a recipe, a sweep or a whole experiment to Slurm, or run it here",
+    "status": "stages, jobs, steps, tokens/s and reward of an experiment",
+    "logs": "what the jobs of an experiment have printed",
+    "cancel": "save, stop and hold an experiment",
+    "resume": "go on with an experiment where it was stopped or has failed",
+}
 _LAYOUT = {
     "tp": ("parallel.tp", "tensor-parallel ranks"),
     "pp": ("parallel.pp", "pipeline stages"),
@@ -300,6 +309,8 @@ def _worker(args: argparse.Namespace) -> int:
         return _run_here(
             run_dir, lambda setup: setup.run_training(config, run_dir, resume=args.resume)
         )
+    if args.job == "warm-start":
+        return _run_here(run_dir, lambda setup: setup.run_warm_start(config, run_dir, args.role))
     return _run_here(run_dir, _evaluation(args, config, run_dir))
 
 
@@ -368,6 +379,32 @@ def _check_tracking(config: Config) -> None:
             f"track.wandb_project is {config.track.wandb_project!r} but wandb is not installed; "
             "pip install 'megatron_binac[track]', or --set track.wandb_project=null"
         )
+
+
+def _warm_start(args: argparse.Namespace) -> int:
+    from megatron_binac import ranks, run_folder
+
+    if args.run_dir is None:
+        raise ValueError("--run-dir is missing: a warm start keeps its tokenizer and log there")
+    world = _world_size(args.nproc)
+    config, run_dir = _new_run(args)
+    config.check_world(world)
+    if not getattr(config.warm_start, args.role).steps:
+        raise ValueError(f"{config.recipe} has no warm start of the {args.role}; leave it out")
+    ranks_exist = "RANK" in os.environ
+    first_rank = int(os.environ.get("RANK", "0")) == 0
+    run_folder.claim(run_dir, config, fresh=False, first_rank=first_rank)
+    if not ranks_exist and world > 1:
+        return ranks.start(world, ["warm-start", str(run_dir), "--role", args.role])
+    if not ranks_exist:
+        ranks.become_single(os.environ)
+    return _run_here(run_dir, lambda setup: setup.run_warm_start(config, run_dir, args.role))
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from megatron_binac.launch import command
+
+    return command.main(args.name_of_command, args, _layout_assignments)
 
 
 # Commands that read
@@ -490,13 +527,7 @@ def _parser() -> argparse.ArgumentParser:
     start = train.add_mutually_exclusive_group()
     start.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     start.add_argument("--fresh", action="store_true", help="refuse a folder that holds a run")
-    for prefix, whose in (("", "both roles"), ("actor-", "the actor"), ("critic-", "the critic")):
-        group = train.add_argument_group(f"layout of {whose}")
-        for flag, (_, what) in _LAYOUT.items():
-            if flag == "sp":
-                group.add_argument(f"--{prefix}sp", action="store_true", default=None, help=what)
-            else:
-                group.add_argument(f"--{prefix}{flag}", type=int, metavar="N", help=what)
+    _add_layout(train)
 
     evaluate = _command(commands, "eval", _eval, "measure a run, or any model on a task")
     text = "a run folder; with --task also a Hugging Face model, as a folder or a name on the hub"
@@ -544,11 +575,28 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", choices=BENCHMARKS)
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `binac bench NAME --help`")
 
+    warm = _command(commands, "warm-start", _warm_start, "make one role's warm start for its runs")
+    warm.add_argument("recipe", metavar="RECIPE")
+    warm.add_argument("--role", choices=("actor", "critic"), required=True)
+    warm.add_argument("--run-dir", type=Path, metavar="DIR", help="its tokenizer and its log")
+    _add_nproc(warm)
+    text = "change one setting (repeatable)"
+    warm.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    _add_layout(warm)
+
+    for name, text in LAUNCHING.items():
+        launching = _command(commands, name, _launch, text)
+        launching.set_defaults(name_of_command=name)
+        arguments.add_arguments(name, launching)
+        if name == "launch":
+            _add_layout(launching)
+
     # Not for people: what torchrun starts. Without a help text argparse leaves it out of the list.
     worker = commands.add_parser("worker", allow_abbrev=False)
     worker.set_defaults(command=_worker)
-    worker.add_argument("job", choices=("train", "eval", "rounds"))
+    worker.add_argument("job", choices=("train", "eval", "rounds", "warm-start"))
     worker.add_argument("run_dir", type=Path)
+    worker.add_argument("--role")
     worker.add_argument("--resume", action="store_true")
     worker.add_argument("--json", action="store_true")
     _add_eval_options(worker)
@@ -565,6 +613,16 @@ def _command(
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default 1)")
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    for prefix, whose in (("", "both roles"), ("actor-", "the actor"), ("critic-", "the critic")):
+        group = parser.add_argument_group(f"layout of {whose}")
+        for flag, (_, what) in _LAYOUT.items():
+            if flag == "sp":
+                group.add_argument(f"--{prefix}sp", action="store_true", default=None, help=what)
+            else:
+                group.add_argument(f"--{prefix}{flag}", type=int, metavar="N", help=what)
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 EXIT_FILE = "BINAC_EXIT_FILE"
 """Variable that names the file in which a rank leaves its exit code and last words for `start`."""
-STOPPED = (130, 143)
-"""Exit codes of a run that saved and stopped on SIGINT or SIGTERM: not failures to torchrun."""
+STOPPED = (130, 138, 143)
+"""Exit codes of a run that saved and stopped on SIGINT, SIGUSR1 or SIGTERM: no failures."""
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -79,9 +79,11 @@ def _first_host(env: MutableMapping[str, str]) -> str:
 
 
 def _port(env: MutableMapping[str, str]) -> int:
-    """One port for all ranks, another one for each step, below the range that systems hand out."""
+    """One port for all ranks, another one for each step and each restart of a job, below the range
+    that systems hand out."""
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
-    return 15000 + (job * 17 + step) % 15000
+    restart = int(env.get("SLURM_RESTART_COUNT", "0"))
+    return 15000 + (job * 17 + restart * 5 + step) % 15000
 
 
 def set_defaults(env: MutableMapping[str, str], ranks_here: int) -> None:

@@ -20,7 +20,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("config", "method_config", "types", "seeds", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
     (1, ("quickstart", "method_recipes")),
-    (1, ("tokenizer", "run_folder", "ranks", "planner", "planner.*", "report", "terms")),
+    (1, ("tokenizer", "run_folder", "ranks", "pulse", "planner", "planner.*", "report", "terms")),
     (1, ("report_page", "timeline")),
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
@@ -31,7 +31,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (6, ("training.telemetry",)),
     (7, ("training.loop*", "training.trees", "training.warm_start")),
     (8, ("training.*", "training")),
-    (9, ("benchmark.*", "benchmark", "launch", "doctor")),
+    (9, ("benchmark.*", "benchmark", "launch.*", "launch", "doctor")),
     (10, ("cli", "__main__")),
 ]
 OWN_FLOOR: list[tuple[str, str]] = [
@@ -51,6 +51,7 @@ OWN_FLOOR: list[tuple[str, str]] = [
     ("training.evaluation", "training.setup"),
     ("objectives.*", "objectives.*"),
     ("benchmark.*", "benchmark.*"),
+    ("launch.*", "launch.*"),
     ("__main__", "cli"),
 ]
 # Heavy or optional packages have a place; an import inside a function counts as well.
@@ -60,7 +61,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "transformer_engine": ("models.*",),
     "vllm": ("rollout.vllm_engine",),
     "transformers": ("rollout.hf_engine",),
-    "nemo_run": ("launch",),
+    "nemo_run": ("launch.nemo", "launch.nemo_cli"),
     "wandb": ("training.telemetry",),
     "matplotlib": ("report", "benchmark.*"),
     "reasoning_gym": ("tasks.*",),
@@ -72,7 +73,7 @@ TORCH_FREE = (
     "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
     "packing", "packing_reference",
     "recipes", "quickstart", "method_recipes", "terms", "tokenizer", "run_folder", "planner", "planner.*", "ranks", "cli",
-    "report", "launch",
+    "report", "launch", "launch.*", "pulse",
     "training.telemetry", "benchmark.packing", "benchmark.compare*",
     "rollout.critics", "rollout.http_critic",
 )  # fmt: skip

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_binac import packing
+from megatron_binac import packing, pulse
 from megatron_binac.algo.prompts import Template
-from megatron_binac.config import Config, RoleConfig
+from megatron_binac.config import Config, RoleConfig, RoleWarmStart
 from megatron_binac.kernels import choose_backend
 from megatron_binac.models import checkpoint, cpu
 from megatron_binac.models.learner import MegatronLearner
@@ -54,14 +56,15 @@ CORPUS_PROMPTS = 2000
 
 
 def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
-    """Train to the end; the exit code: 0 finished, 3 ended because the critic had collapsed, 130
-    or 143 stopped after a signal; saved in each case."""
+    """Train to the end; the exit code: 0 finished, 3 ended because the critic had collapsed, 130,
+    138 or 143 stopped after a signal; saved in each case."""
     start_distributed()
     _log_to(run_dir)
     config.check_world(dist.get_world_size())
     stop = _Stop()
     learners, players = build_players(config, run_dir, fresh_weights=resume)
-    run = _build_run(config, run_dir, learners, players, stop, resume=resume)
+    beats = pulse.of_rank(run_dir, dist.get_rank(), os.environ)
+    run = _build_run(config, run_dir, learners, players, stop, beats, resume=resume)
     collapsed = False
     try:
         try:
@@ -77,6 +80,8 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
                 f"binac train --resume {run_dir}"
             )
     finally:
+        if beats is not None:
+            beats.close()
         run.telemetry.close()
         players.actor.close()
         for critic in (players.critic, players.text_critic):
@@ -87,6 +92,18 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     if collapsed:
         return COLLAPSED
     return 0 if finished else 128 + (stop.received or signal.SIGTERM)
+
+
+def run_warm_start(config: Config, run_dir: Path, role: Role) -> int:
+    """Put the warm start of one role into the cache, from which every run of it then starts."""
+    start_distributed()
+    _log_to(run_dir)
+    other = {"actor": "critic", "critic": "actor"}[role]
+    alone = replace(config.warm_start, **{other: RoleWarmStart()})
+    build_players(replace(config, warm_start=alone), run_dir)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
 
 
 def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: Path | None) -> int:
@@ -247,6 +264,7 @@ def _build_run(
     learners: dict[str, MegatronLearner],
     players: Players,
     stop: _Stop,
+    beats: pulse.Pulse | None,
     *,
     resume: bool,
 ) -> Run:
@@ -262,7 +280,10 @@ def _build_run(
         actor=learners["actor"],
         critic=learners["actor"] if config.shared_policy else learners.get("critic"),
         telemetry=Telemetry(run_dir, config, is_writer=is_writer, first_step=first_step),
-        clock=Clock(torch.cuda.synchronize if torch.cuda.is_available() else None),
+        clock=Clock(
+            torch.cuda.synchronize if torch.cuda.is_available() else None,
+            entered=None if beats is None else beats.beat,
+        ),
         save=lambda step: None,
         stop_asked=stop.asked,
         first_step=first_step,
@@ -374,7 +395,7 @@ class _Stop:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: Any) -> None:

@@ -34,15 +34,17 @@ class Clock:
     """Exact times of the phases of a step: every nanosecond belongs to one phase or to `other`.
 
     A phase inside a phase stops the outer one. `sync` is called at each border, so that a device
-    that runs behind (CUDA) is charged to the phase that gave it the work.
+    that runs behind (CUDA) is charged to the phase that gave it the work. `entered` is told the
+    name of each phase that begins.
     """
 
     def __init__(
         self,
         sync: Callable[[], None] | None = None,
         now_ns: Callable[[], int] = time.perf_counter_ns,
+        entered: Callable[[str], None] | None = None,
     ) -> None:
-        self._sync, self._now_ns = sync, now_ns
+        self._sync, self._now_ns, self._entered = sync, now_ns, entered
         self._open: list[str] = []
         self._spent_ns: dict[str, int] = {}
         self._mark_ns = now_ns()
@@ -52,6 +54,8 @@ class Clock:
         """Charge the time inside the `with` to `time/NAME`."""
         self._charge()
         self._open.append(name)
+        if self._entered is not None:
+            self._entered(name)
         try:
             yield
         finally:

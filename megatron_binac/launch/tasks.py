@@ -1,0 +1,39 @@
+"""Plain functions that NeMo-Run's tasks call on each rank; they need no NeMo-Run themselves."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def train(recipe: str, run_dir: str, settings: list[str] | None = None) -> None:
+    """Train a recipe in `run_dir`, or go on with it; on every rank of the job."""
+    flags = [part for text in settings or [] for part in ("--set", text)]
+    _binac(["train", recipe, "--run-dir", run_dir, *flags])
+
+
+def evaluate(run_dir: str, output: str) -> None:
+    """Measure the newest checkpoint of a run; on every rank of the job."""
+    _binac(["eval", run_dir, "--output", output])
+
+
+def report(run_dirs: list[str], out: str) -> None:
+    """Tables and curves of runs; one process."""
+    _binac(["report", *run_dirs, "--out", out])
+
+
+def _binac(argv: Sequence[str]) -> None:
+    """`python -m megatron_binac ARGV` in this process, so that it gets the signals of its rank.
+
+    Raises SystemExit where it fails.
+    """
+    before = sys.argv
+    sys.argv = ["binac", *argv]
+    try:
+        runpy.run_module("megatron_binac", run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code:
+            raise
+    finally:
+        sys.argv = before

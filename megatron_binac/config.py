@@ -286,7 +286,12 @@ class RoleConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     train: bool = True
     """False: a frozen policy. It answers, it never learns, and it needs no optimizer."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "fp32"
+    """Number format of the layers; FP8 needs Transformer Engine and a GPU that has it."""
+    bf16_edge_layers: int = 0
+    """Layers at either end that stay in bf16 under an FP8 precision."""
+    require_te: bool = False
+    """Refuse to run without Transformer Engine's layers, in place of taking local ones."""
     max_tokens_per_micro_batch: int = 16384
     """Capacity of one packed micro-batch, tokens per data-parallel rank."""
 
@@ -338,12 +343,36 @@ class RoleConfig:
             f"{self.model.num_layers}; "
             "change parallel.pp, parallel.vpp or model.num_layers",
         )
+        self._check_precision()
         _check(
             self.max_tokens_per_micro_batch >= self.model.max_sequence_length,
             f"max_tokens_per_micro_batch {self.max_tokens_per_micro_batch} is below "
             f"model.max_sequence_length "
             f"{self.model.max_sequence_length}: one sequence would not fit; raise it",
         )
+
+    def _check_precision(self) -> None:
+        fp8 = self.precision not in ("fp32", "bf16")
+        edges, per_stage = self.bf16_edge_layers, self.model.num_layers // self.parallel.pp
+        _check(
+            edges == 0 or (fp8 and 0 < edges <= per_stage),
+            f"bf16_edge_layers is {edges} with precision {self.precision!r} and {per_stage} layers "
+            "a pipeline stage; expected 0, or under FP8 at most the layers of a stage",
+        )
+        tp = self.parallel.tp
+        for name, size in (
+            ("hidden_size", self.model.hidden_size),
+            ("ffn_hidden_size / tp", self.model.ffn_hidden_size // tp),
+            ("num_query_groups * head width / tp", self._kv_rows() // tp),
+        ):
+            _check(
+                not fp8 or size % 16 == 0,
+                f"model.{name} is {size}, expected a multiple of 16 with precision "
+                f"{self.precision!r}; use bf16 or another size",
+            )
+
+    def _kv_rows(self) -> int:
+        return self.model.num_query_groups * self.model.head_width
 
     def data_parallel(self, world_size: int, role: str) -> int:
         """Data-parallel replicas of this role on `world_size` ranks; ValueError where they do not

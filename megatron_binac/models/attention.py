@@ -65,6 +65,8 @@ class PackedParams(PackedSeqParams):
     """int64 [T]: place of each token in its own sequence."""
     bounds: list[int] | None = None
     """S + 1 offsets: the borders of the sequences in the row."""
+    num_real: int | None = None
+    """Tokens before the padding; None where nobody asks."""
     prefix: PrefixBlocks | None = None
     """Set where the row is a prefix-shared layout; `bounds` and `cache` are then not read."""
     cache: KVCache | None = None

@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_binac.config import ModelConfig, OptimizerConfig, RoleConfig
-from megatron_binac.models import cpu
+from megatron_binac.models import cpu, precision, te
 from megatron_binac.models.attention import RotaryByPosition
 from megatron_binac.models.parallel import Groups
 from megatron_binac.models.rope import inverse_frequencies
@@ -47,7 +47,10 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
     """This rank's stages of one policy (`vpp` of them), with weights that depend on seed and name
     alone."""
     groups.activate()
+    layers, why = precision.choose_layers(role)
+    precision.log_choice(groups.role, layers, why)
     config = transformer_config(role)
+    spec = te.block_spec if layers == "te" else block_spec
     num_chunks, pp = role.parallel.vpp, role.parallel.pp
     layers_here = role.model.num_layers // (pp * num_chunks)
     chunks = []
@@ -57,7 +60,7 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
             last = groups.is_last_stage and chunk == num_chunks - 1
             model = PolicyModel(
                 config,
-                block_spec(layers_here, role.model),
+                spec(layers_here, role.model),
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=role.model.max_sequence_length,
                 pre_process=first,
@@ -78,6 +81,10 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
             )
             model.to(cpu.device())
             initialize(model, role.model, groups, seed)
+            if config.fp8:
+                te.hide_padding(
+                    model, groups.tp_rank, sequence_parallel=role.parallel.sequence_parallel
+                )
             chunks.append(model)
     return chunks
 
@@ -187,7 +194,7 @@ def build_optimizer(
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
                 clip_grad=config.clip_grad,
-                bf16=role.precision == "bf16",
+                bf16=chunk_dtype(model) == torch.bfloat16,
                 params_dtype=chunk_dtype(model),
                 use_distributed_optimizer=config.distributed,
             ),

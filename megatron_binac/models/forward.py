@@ -233,7 +233,8 @@ def run_schedule(
         iterator: Iterator[tuple[int, MicroBatch]], chunk: Any, *_: Any
     ) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
-        packed = PackedParams.of(batch.positions_T, batch.bounds)
+        num_real = batch.bounds[len(batch.indices)]
+        packed = PackedParams.of(batch.positions_T, batch.bounds, num_real=num_real)
         hidden = chunk(batch.ids_T[None], batch.positions_T[None], None, packed_seq_params=packed)
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:

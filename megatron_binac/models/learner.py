@@ -26,6 +26,7 @@ from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
 from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
 from megatron_binac.models.parallel import Groups
+from megatron_binac.models.precision import token_multiple
 from megatron_binac.terms import CrossEntropy, Distill, Term
 from megatron_binac.types import TrainSequence
 
@@ -64,7 +65,9 @@ class MegatronLearner:
             vocab=vocab_size,
         )
         self._alignment = packing.Alignment.for_layout(
-            tensor=config.parallel.tp, sequence_parallel=config.parallel.sequence_parallel
+            tensor=config.parallel.tp,
+            sequence_parallel=config.parallel.sequence_parallel,
+            token_multiple=token_multiple(config),
         )
         if config.train:
             self.model = wrap(config, groups, self.chunks)

@@ -19,13 +19,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_binac.config import ParallelConfig
-from megatron_binac.models import cpu
+from megatron_binac.models import cpu, precision
 
 
 def start_distributed() -> None:
     """Join the job's process group: nccl with a GPU, gloo without; alone where no launcher set one
     up."""
     cpu.enable()
+    precision.refuse_wrong_apex()
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"

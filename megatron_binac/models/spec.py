@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_binac.config import ModelConfig, RoleConfig
+from megatron_binac.models import precision
 from megatron_binac.models.attention import PackedAttention
 from megatron_binac.models.rope import attention_scale
 
@@ -21,8 +22,6 @@ VOCAB_MULTIPLE = 128
 layout."""
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -58,9 +57,9 @@ def transformer_config(role: RoleConfig) -> TransformerConfig:
     in divided by the number of tokens of the whole global batch.
     """
     model, parallel = role.model, role.parallel
-    dtype = DTYPES[role.precision]
     return TransformerConfig(
         **_mixture(role),
+        **precision.options(role),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -85,9 +84,6 @@ def transformer_config(role: RoleConfig) -> TransformerConfig:
         recompute_granularity="full" if parallel.recompute == "full" else None,
         recompute_method="uniform" if parallel.recompute == "full" else None,
         recompute_num_layers=1 if parallel.recompute == "full" else None,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=role.precision == "bf16",
         calculate_per_token_loss=True,
         perform_initialization=True,  # also marks sharded weights; builder.initialize comes after
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -95,7 +91,6 @@ def transformer_config(role: RoleConfig) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=False,
     )

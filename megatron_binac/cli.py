@@ -497,6 +497,12 @@ def _task_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_binac.planner import command
+
+    return command.run(args)
+
+
 def _bench(args: argparse.Namespace) -> int:
     if args.name in ("packing", "kernels"):
         benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
@@ -570,6 +576,11 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument("--json", action="store_true", help="one graded row a line, then a summary")
     text = "an option of the task (repeatable)"
     grade.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+    from megatron_binac.planner import command as planner
+
+    plan = _command(commands, "plan", _plan, "does it fit, how fast, and why this layout")
+    planner.add_arguments(plan)
 
     bench = _command(commands, "bench", _bench, "measure a component against its alternatives")
     bench.add_argument("name", choices=BENCHMARKS)

@@ -498,9 +498,12 @@ def _task_option(text: str) -> tuple[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from megatron_binac import config as configs
+    from megatron_binac import recipes
     from megatron_binac.planner import command
 
-    return command.run(args)
+    known = args.recipe is not None
+    return command.run(args, configs.override(recipes.get(args.recipe), args.set) if known else None)
 
 
 def _bench(args: argparse.Namespace) -> int:

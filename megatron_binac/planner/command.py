@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_binac import config as configs
-from megatron_binac import recipes
 from megatron_binac.config import Config
 from megatron_binac.planner import hardware, published, shapes
 from megatron_binac.planner.layouts import Job, Planned, Search, search
@@ -53,11 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print a plan, a scaling table, or the check against published rows; the exit code."""
+def run(args: argparse.Namespace, base: Config | None) -> int:
+    """Print a plan of the recipe `base`, a scaling table, or the check against published rows; the
+    exit code."""
     if args.published:
         return _print_published(args)
-    if args.recipe is None or args.gpus is None:
+    if base is None or args.gpus is None:
         raise ValueError("got no recipe or no --gpus; expected binac plan RECIPE --gpus N")
     try:
         counts = [int(text) for text in str(args.gpus).split(",")]
@@ -67,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gpus is {args.gpus}, expected 1 or more")
     if not 0 < args.mean_share <= 1:
         raise ValueError(f"--mean-share is {args.mean_share}, expected in (0, 1]")
-    base = configs.override(recipes.get(args.recipe), args.set)
     jobs = [_job(args, base, count) for count in counts]
     shares = published.fit(published.modelled())
     found = [(job, search(job, shares)) for job in jobs]

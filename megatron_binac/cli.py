@@ -502,8 +502,9 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_binac import recipes
     from megatron_binac.planner import command
 
-    known = args.recipe is not None
-    return command.run(args, configs.override(recipes.get(args.recipe), args.set) if known else None)
+    if args.recipe is None:
+        return command.run(args, None)
+    return command.run(args, configs.override(recipes.get(args.recipe), args.set))
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,0 +1,275 @@
+"""One GRPO step here and one of TRL's GRPOTrainer, side by side on this CPU.
+
+Both train the same Llama-shaped model (quickstart's actor, 2 layers of 128) from fresh weights, on
+as many prompts of as many tokens, with the same group size, a KL to a frozen reference, Adam, and
+completions of exactly --tokens tokens each; one optimizer step a batch. A useful token is a sampled
+token that was trained on. The two take turns, each run in a process of its own with the same number
+of threads, so that what else the machine does meets both.
+
+Needs beside this package: pip install trl==1.16.0 transformers datasets accelerate tokenizers
+
+    python tools/compare_trl.py --runs 5 --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 7
+VOCAB = 320
+SIDES = ("binac", "trl")
+
+
+class Stopwatch:
+    """Wraps methods of an object and adds up the time inside them, without what they call of each
+    other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[float] = []
+
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, self.timed(inner, label))
+
+    def timed(self, inner: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._open.append(0.0)
+            start = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                self.seconds[label] = self.seconds.get(label, 0.0) + spent - self._open.pop()
+                if self._open:
+                    self._open[-1] += spent
+
+        return call
+
+
+def run_binac(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each step, and of its phases, of this package."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    from megatron_binac.benchmark import workload
+    from megatron_binac.models.parallel import start_distributed
+    from megatron_binac.rollout.batch import actor_turns, sequences
+    from megatron_binac.rollout.play import play
+
+    start_distributed()
+    config = workload.workload_config(
+        "quickstart_grpo",
+        [
+            f"rollout.prompts_per_step={args.prompts}",
+            f"rollout.attempts={args.group}",
+            f"rollout.max_attempt_tokens={args.tokens}",
+            f"actor.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
+            f"critic.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
+        ],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        load = workload.build("quickstart_grpo", config, Path(folder))
+    load.players.actor.lengths = {"attempt": [args.tokens]}  # type: ignore[attr-defined]
+    learner = load.learners["actor"]
+    watch = Stopwatch()
+    grow = watch.timed(play, "sample and grade")
+    credit = watch.timed(actor_turns, "credit and packing")
+    pack = watch.timed(sequences, "credit and packing")
+    update = watch.timed(learner.update, "reference, forward, backward, Adam")
+    steps = []
+    for step in range(args.warmup + args.steps):
+        if step == args.warmup:
+            watch.seconds.clear()
+            steps.clear()
+        start = time.perf_counter()
+        prompts = load.cursor.take(args.prompts)
+        trees = grow(load.players, prompts, config.rollout, step)
+        turns, _ = credit(trees, config.bilevel)
+        for i, turn in enumerate(turns):
+            turn.trainable, turn.advantage = True, 1.0 if i % 2 else -1.0
+        update(pack(turns), config.actor.loss)
+        steps.append(time.perf_counter() - start)
+        lengths = {len(turn.ids) for turn in turns}
+        assert lengths == {args.tokens}, f"completions of {lengths} tokens"
+        assert len(turns[0].prompt_ids) == PROMPT_TOKENS, len(turns[0].prompt_ids)
+    return {"steps": steps, "seconds": watch.seconds}
+
+
+def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """The same of TRL."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = {f"w{i}": i for i in range(VOCAB - 3)} | {"<pad>": VOCAB - 3, "<eos>": VOCAB - 2}
+    words["<unk>"] = VOCAB - 1
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    rows = [
+        {"prompt": " ".join(f"w{(7 * n + 31 * i) % 300}" for i in range(PROMPT_TOKENS))}
+        for n in range(args.prompts * (args.warmup + args.steps + 1))
+    ]
+    watch = Stopwatch()
+    steps: list[float] = []
+
+    class Timer(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if len(steps) == args.warmup:
+                watch.seconds.clear()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.append(time.perf_counter() - self.start)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text) % 2) for text in completions]
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=384,
+                hidden_size=128,
+                intermediate_size=336,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=PROMPT_TOKENS + args.tokens + 16,
+                tie_word_embeddings=False,
+                pad_token_id=VOCAB - 3,
+                eos_token_id=VOCAB - 2,
+                bos_token_id=None,
+            )
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        settings = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=args.prompts * args.group,
+            num_generations=args.group,
+            max_completion_length=args.tokens,
+            generation_kwargs={"min_new_tokens": args.tokens},
+            beta=1e-3,
+            temperature=1.0,
+            learning_rate=2e-4,
+            max_steps=args.warmup + args.steps,
+            save_strategy="no",
+            logging_steps=1000,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_num_workers=0,
+        )
+        trainer = GRPOTrainer(
+            model=folder,
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Timer()],
+        )
+        watch.wrap(trainer, "_generate", "sample")
+        watch.wrap(trainer, "_calculate_rewards", "grade")
+        watch.wrap(trainer, "_get_per_token_logps_and_entropies", "forward, with the reference's")
+        watch.wrap(trainer.accelerator, "backward", "backward")
+        watch.wrap(trainer, "_prepare_inputs", "data, padding, credit")
+        watch.wrap(trainer, "compute_loss", "loss beside the forward")
+        created = trainer.create_optimizer
+
+        def create(*a: Any, **k: Any) -> Any:
+            optimizer = created(*a, **k)
+            watch.wrap(optimizer, "step", "Adam")
+            return optimizer
+
+        trainer.create_optimizer = create  # type: ignore[method-assign]
+        counted: list[int] = []
+        calculate = trainer._calculate_rewards
+
+        def check(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Any:
+            counted.extend(len(row) for row in ids)
+            return calculate(inputs, prompts, completions, ids)
+
+        trainer._calculate_rewards = check
+        trainer.train()
+        assert set(counted) == {args.tokens}, f"completions of {set(counted)} tokens"
+    return {"steps": steps[args.warmup :], "seconds": watch.seconds}
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs of both sides in turn; useful tokens a second of each run, and their ratio."""
+    own = ["--tokens", args.tokens, "--prompts", args.prompts, "--group", args.group]
+    own += ["--threads", args.threads, "--steps", args.steps, "--warmup", args.warmup]
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    root = str(Path(__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join([root, env.get("PYTHONPATH", "")])
+    useful = args.tokens * args.prompts * args.group
+    rates: dict[str, list[float]] = {side: [] for side in SIDES}
+    spent: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for run in range(args.runs):
+        for side in SIDES:
+            command = [sys.executable, __file__, "--side", side, *map(str, own)]
+            done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+            if done.returncode:
+                raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+            found = json.loads(done.stdout.splitlines()[-1])
+            rates[side].append(useful / statistics.median(found["steps"]))
+            whole = sum(found["steps"])
+            spent[side].append({k: v / whole for k, v in found["seconds"].items()})
+            print(f"run {run + 1} {side}: {rates[side][-1]:,.0f} useful tokens/s", file=sys.stderr)
+    ratios = [ours / theirs for ours, theirs in zip(rates["binac"], rates["trl"], strict=True)]
+    shares = {}
+    for side, runs in spent.items():
+        labels = dict.fromkeys(label for run in runs for label in run)
+        shares[side] = {k: statistics.median(r.get(k, 0.0) for r in runs) for k in labels}
+        shares[side]["everything else"] = 1.0 - sum(shares[side].values())
+    return {
+        "prompts": args.prompts,
+        "group": args.group,
+        "tokens": args.tokens,
+        "threads": args.threads,
+        "useful_tokens_per_second": rates,
+        "ratio": ratios,
+        "ratio_median": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        "share_of_step": shares,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--side", choices=SIDES, help="one side alone, its result as JSON")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=2)
+    args = parser.parse_args()
+    if args.side is None:
+        print(json.dumps(compare(args), indent=2))
+    else:
+        print(json.dumps({"binac": run_binac, "trl": run_trl}[args.side](args)))
+
+
+if __name__ == "__main__":
+    main()

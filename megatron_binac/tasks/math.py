@@ -9,6 +9,7 @@ columns.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from megatron_binac.tasks.base import Wording
 from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
-from megatron_binac.tasks.math_answer import extract, squeeze
+from megatron_binac.tasks.math_answer import extract, number, squeeze
 from megatron_binac.tasks.math_judge import MathJudge
 from megatron_binac.types import Grade, Prompt, Split
 
@@ -78,6 +79,10 @@ class MathTask(DataTask):
         answer, how = extract(text)
         if answer is None:
             return Grade(score=0.0, parsed=None, reason=how, seconds=time.perf_counter() - start)
+        if _repeats(answer, prompt):
+            reason = f"gold is {prompt.gold}; the answer repeats the problem"
+            seconds = time.perf_counter() - start
+            return Grade(score=0.0, parsed=answer, reason=reason, seconds=seconds)
         found = self.judge.equal(prompt.gold, answer)
         reason = "" if found.equal else f"gold is {prompt.gold}"
         if found.how in ("time", "memory", "crash"):
@@ -103,6 +108,31 @@ class MathTask(DataTask):
     def close(self) -> None:
         """End the judges."""
         self.judge.close()
+
+
+def _repeats(answer: str, prompt: Prompt) -> bool:
+    """Whether an answer stands in the problem as it is, and not as the gold answer does.
+
+    To expand, factor or simplify something means to write it in another way. A number may well
+    stand in the problem, and be the answer.
+    """
+    said = squeeze(answer)
+    if said == squeeze(prompt.gold) or len(said) < 4:
+        return False
+    if re.fullmatch(r"[\w.,]+", said) or not re.search(r"[0-9a-zA-Z]", said):
+        return False
+    if number(said) is not None and _lowest_terms(said):
+        return False
+    statement = prompt.meta.get("statement", prompt.text)
+    # Formulas, and words for those that were typed plainly.
+    pieces = [*re.split(r"\$|\\[()\[\]]", statement), *statement.split()]
+    stands = re.compile(rf"(?<![\w.\\]){re.escape(said)}(?![\w^!]|\.\d)")
+    return any(stands.search(squeeze(piece)) for piece in pieces)
+
+
+def _lowest_terms(numeral: str) -> bool:
+    digits = re.findall(r"[0-9]+", numeral)
+    return len(digits) != 2 or math.gcd(int(digits[0]), int(digits[1])) == 1
 
 
 def _states(text: str, gold: str) -> bool:

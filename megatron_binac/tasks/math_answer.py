@@ -452,9 +452,13 @@ _UNITS: dict[str, str] = {
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _UNIT_END = re.compile(
     r"^(?P<value>.*?(?:[0-9})!]|\\pi|\\infty))\s*"
-    r"(?P<unit>(?:\\text\s*\{[^{}]*\}|(?<![a-zA-Z\\])[a-zA-Z]{2,}(?:[ /][a-zA-Z]+)*)"
+    r"(?P<unit>(?:\\text\s*\{[^{}0-9]*\}|(?<![a-zA-Z\\])[a-zA-Z]{2,}(?:[ /][a-zA-Z]+)*)"
     r"(?:\s*\^\s*\{?\s*[0-9]\s*\}?)?)\.?$"
 )
+_HEDGE = re.compile(
+    r"\b(?:or|not|but|maybe|perhaps|else|unless|wrong|false|possibly|either)\b", re.IGNORECASE
+)
+"""Words that take a value back: what they stand in is no unit."""
 _LONE_UNIT = re.compile(
     r"^(?P<value>[-+]?[0-9.,]+)\s+(?P<unit>[mgshlLNJWVK](?:\s*\^\s*\{?[23]\}?)?)$"
 )
@@ -473,7 +477,8 @@ def _read_value(text: str, name: str) -> Shape:
         unit = "%" if "%" in marked[2] else "dollar" if "$" in marked[2] else "degree"
     else:
         found = _UNIT_END.match(text) or _LONE_UNIT.match(text)
-        if found and not re.search(r"\\(?:text|begin)", found["value"]):
+        hedged = found and _HEDGE.search(found["unit"])
+        if found and not hedged and not re.search(r"\\(?:text|begin)", found["value"]):
             text, unit = found["value"].strip(), unit or _unit(found["unit"])
     text = text.strip()
     word = _word(text)

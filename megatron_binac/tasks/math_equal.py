@@ -145,6 +145,8 @@ def _across_kinds(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
             return _same_equation(_as_equation(gold), answer, leaf)
         return gold.kind == "value" and _chain_ends_in(answer, gold, leaf)
     if kinds == {"value", "text"}:
+        if gold.kind == "value" and re.fullmatch(r"[a-z]", gold.text):
+            return False  # the variable n, and not N; the choice C may be written c
         return squeeze(gold.text).lower() == squeeze(answer.text).lower()
     return False
 
@@ -181,19 +183,32 @@ def _same_equation(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
 
 
 def _chain_ends_in(chain: Shape, gold: Shape, leaf: Leaf) -> bool:
-    r"""`x = 2+3 = 5` says 5; `8 = 7` says neither: what is no name has to be right as well."""
+    r"""`x = 2+3 = 5` says 5; `8 = 7` says neither: what is no name has to be right as well.
+
+    A sum of names (`m+n = 5`) counts as a name. Only the end has to be worked out.
+    """
     sides = chain.parts
-    if re.fullmatch(r"[a-zA-Z]\w*|\\[a-zA-Z]+", sides[0].text) and sides[0].kind == "value":
+    if _NAMES.fullmatch(re.sub(r"\s", "", sides[0].text)) and sides[0].kind == "value":
         sides = sides[1:]
-    return len(sides) > 0 and all(_same_value(gold, side, leaf) for side in sides)
+    return (
+        len(sides) > 0
+        and _same_value(gold, sides[-1], leaf)
+        and all(_same_value(gold, side, leaf, worked_out=False) for side in sides[:-1])
+    )
+
+
+_NAMES = re.compile(r"[a-zA-Z]\w*(?:[+-][a-zA-Z]\w*)*|\\[a-zA-Z]+")
 
 
 # Values
 
 
-def _same_value(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
+def _same_value(gold: Shape, answer: Shape, leaf: Leaf, *, worked_out: bool = True) -> bool:
+    """`worked_out`: whether the answer has to be as far worked out as the gold one."""
     if answer.kind != "value":
         return same(gold, answer, leaf)
+    if worked_out and not _is_worked_out(gold.text, answer.text):
+        return squeeze(gold.text) == squeeze(answer.text) and gold.unit == answer.unit
     units = {gold.unit, answer.unit}
     if "%" in units and len(units) == 2 and "" in units:
         # 50 % is 50 to a problem that asks for percent, and 1/2 to one that asks for a share.
@@ -201,6 +216,31 @@ def _same_value(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
     if "" not in units and len(units) == 2:
         return False
     return _close(gold.text, answer.text, leaf)
+
+
+_SIGNED = r"-?[0-9]+(?:\.[0-9]*)?"
+_POWER = rf"(?:{_SIGNED}|\({_SIGNED}\))(?:\^(?:[0-9]|\{{{_SIGNED}\}}))?"
+_PLAIN = re.compile(
+    rf"[-+]?\(?(?:{_POWER}|\\frac\{{{_POWER}\}}\{{{_POWER}\}}"
+    rf"|\(?{_POWER}\)?/\(?{_POWER}\)?)\)?"
+)
+_FUNCTION = re.compile(
+    r"\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|sum|prod|i*int|oint|lim|binom|gcd|lcm"
+    r"|max|min|sup|inf|lfloor|lceil|floor|ceil|det|deg|bmod|pmod|mod)(?![a-zA-Z])|!"
+)
+_JUXTAPOSED = re.compile(r"[0-9.]\s+[0-9.]")
+"""Two numerals side by side are no product."""
+
+
+def _is_worked_out(gold: str, answer: str) -> bool:
+    """Whether an answer is more than the problem's own expression.
+
+    For a gold numeral it has to be a numeral too, or a power or a fraction of such ones; and it may
+    name a function (sine, sum, binomial, ...) only where the gold answer names one.
+    """
+    if number(gold) is not None and number(answer) is None and not _is_based(answer):
+        return _PLAIN.fullmatch(squeeze(answer)) is not None and not _JUXTAPOSED.search(answer)
+    return _FUNCTION.search(answer) is None or _FUNCTION.search(gold) is not None
 
 
 def _share(shape: Shape) -> str:
@@ -222,6 +262,8 @@ def _close(gold: str, answer: str, leaf: Leaf) -> bool:
     if one is not None and other is not None:
         return one == other or _rounds_to(one, other, answer)
     based = _same_digits(gold, answer)
+    if based is None and _JUXTAPOSED.search(answer):
+        return False
     return leaf(gold, answer) if based is None else based
 
 
@@ -230,7 +272,9 @@ def _rounds_to(exact: Fraction, shown: Fraction, answer: str) -> bool:
     places = decimals(answer)
     if places is None or places[1] < SIGNIFICANT or _is_finite(exact):
         return False
-    return abs(exact - shown) <= Fraction(1, 10 ** places[0])
+    # In units of its last place: rounded, or cut off.
+    off = abs(exact - shown) * 10 ** places[0]
+    return off <= Fraction(1, 2) or (off < 1 and abs(shown) <= abs(exact))
 
 
 def _is_finite(value: Fraction) -> bool:
@@ -246,6 +290,10 @@ _BASED = re.compile(
 )
 _WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 _BASES = {word: str(base) for base, word in enumerate(_WORDS, start=2)}
+
+
+def _is_based(text: str) -> bool:
+    return _BASED.fullmatch(re.sub(r"\s", "", text)) is not None
 
 
 def _same_digits(gold: str, answer: str) -> bool | None:
@@ -381,4 +429,5 @@ def _approximates(exact: Any, shown: Any, answer: str) -> bool:
     if places is None or places[1] < SIGNIFICANT or exact.imag != 0:
         return False
     with mpmath.workdps(DIGITS):
-        return bool(abs(exact - shown) <= mpmath.mpf(10) ** -places[0])
+        off = abs(exact.real - shown.real) * mpmath.mpf(10) ** places[0]
+        return bool(off <= 0.5 or (off < 1 and abs(shown.real) <= abs(exact.real)))

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "namespaces", "limits"]
 Status = Literal["passed", "failed", "error", "syntax", "ended", "wall", "cpu", "output"]
+NO_MEMORY = 3
+"""Exit code of a judge that ran out of memory, as `sandbox_runner.py` has it."""
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 PRELOAD = (
     "math", "cmath", "random", "re", "string", "collections", "itertools", "functools", "operator",
@@ -249,8 +251,8 @@ def _read(status: dict[str, Any], written: bytes, nonce: str) -> Verdict:
             printed=status["printed"],
             **times,
         )
-    if not written and status["judge_exit"] < 0:
-        # Killed at a limit: the tests are trusted, so it was the program's values.
+    if not written and (status["judge_exit"] < 0 or status["judge_exit"] == NO_MEMORY):
+        # At a limit, or out of memory: the tests are trusted, so it was the program's values.
         detail = "its values were too much for the tests"
         return Verdict(
             status="error", passed=0, total=0, detail=detail, printed=status["printed"], **times

@@ -48,6 +48,8 @@ PROGRAM_NAME = "solution"
 """What a program's __name__ is: not __main__, so that a block for scripts does not run."""
 MAX_FRAME = 16 << 20
 """Longest message between program and judge, bytes."""
+NO_MEMORY = 3
+"""Exit code of a judge that ran out of memory."""
 TAIL = 2000
 """Bytes of a program's output that are kept."""
 
@@ -149,11 +151,25 @@ TEXTS: dict[str, Callable[[str], Any]] = {
 }
 
 
+SHARED_BUILTINS = frozenset({
+    "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "chr", "complex", "dict",
+    "divmod", "enumerate", "filter", "float", "frozenset", "hex", "int", "iter", "len", "list",
+    "map", "max", "min", "next", "oct", "ord", "pow", "range", "repr", "reversed", "round", "set",
+    "slice", "sorted", "str", "sum", "tuple", "zip",
+})  # fmt: skip
+"""Functions of the language that go over the wire by name. None of them, called in the judge with
+whatever a program likes, runs code or reaches into an object: eval, type and getattr do."""
+
+
 class Wire:
     """Calls in both directions over two pipes; plain values are copied, other objects stay."""
 
-    def __init__(self, read_from: int, write_to: int, *, serves: set[str]) -> None:
+    def __init__(
+        self, read_from: int, write_to: int, *, serves: set[str], is_judge: bool = False
+    ) -> None:
+        """`is_judge`: the other side is not trusted; it may call what it was given and no more."""
         self.read_from, self.write_to, self.serves = read_from, write_to, serves
+        self.is_judge = is_judge
         self.held: list[Any] = []
         """Objects that the other side knows by their place here."""
         self.places: dict[int, int] = {}
@@ -209,6 +225,8 @@ class Wire:
         try:
             if message["do"] not in self.serves:
                 raise PermissionError(f"{message['do']} is not served here")
+            if self.is_judge and set(message["on"]) != {"yours"}:
+                raise PermissionError("only what the tests have passed can be called here")
             args = [self.decode(value) for value in message["args"]]
             kwargs = {key: self.decode(value) for key, value in message["kwargs"].items()}
             value = OPERATIONS[message["do"]](self.decode(message["on"]), *args, **kwargs)
@@ -262,7 +280,10 @@ class Wire:
             return self.encode(value.item())
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and getattr(builtins, name, None) is value:
-            return {"builtin": name}
+            if _is_shared(name):
+                return {"builtin": name}
+            if self.is_judge:
+                raise TypeError(f"{name} of the tests is not handed to a program")
         bases: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset, bytes)
         for base in bases:
             if isinstance(value, base):
@@ -290,13 +311,20 @@ class Wire:
             return range(*(self.decode(n) for n in content))
         if tag == "timedelta":
             return datetime.timedelta(*content)
-        if tag == "builtin":
+        if tag == "builtin" and _is_shared(content):
             return getattr(builtins, content)
         if tag == "yours":
             return self.held[content]
         if tag == "mine":
             return Remote(self, content)
         raise ValueError(f"unknown tag {tag!r}")
+
+
+def _is_shared(name: str) -> bool:
+    if name in SHARED_BUILTINS:
+        return True
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, Exception)
 
 
 def _overwrite(target: Any, value: Any) -> None:
@@ -568,7 +596,8 @@ class Runner:
         parts = []
         while part := os.read(5, 1 << 20):
             parts.append(part)
-        verdict = judge(Wire(3, 4, serves={"call"}), json.loads(b"".join(parts)))
+        wire = Wire(3, 4, serves={"call"}, is_judge=True)
+        verdict = judge(wire, json.loads(b"".join(parts)))
         socket.socket(fileno=5).sendall(json.dumps(verdict).encode())
 
     def _confine(
@@ -629,6 +658,9 @@ def _leave(action: Callable[[], None]) -> None:
         code = 0
     except ProgramEnded:
         code = 0
+    except MemoryError:
+        # A program's values can be too much even for the words about it.
+        code = NO_MEMORY
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {_text(error)}\n".encode(errors="replace"))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,14 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_bomb_is_wrong_and_the_next_answer_is_judged(judge: MathJudge, kind: str) -> None:
-    assert judge.equal("5", BOMBS[kind]).equal is False
+    assert judge.equal(r"\sqrt{5}", BOMBS[kind]).equal is False
     found = judge.equal(r"\frac{\sqrt{2}}{2}", "sqrt(2)/2")
     assert (found.equal, found.how) == (True, "algebra")
     assert not Path("/tmp/binac-was-here").exists()
 
 
 def test_a_tower_is_stopped_by_the_limit(judge: MathJudge) -> None:
-    found = judge.equal("5", "9^{9^{9^9}}")
+    found = judge.equal(r"\sqrt{5}", "9^{9^{9^9}}")
     assert (found.equal, found.how) == (False, "time")
 
 
@@ -90,9 +91,38 @@ def test_grades(task: MathTask) -> None:
     assert wrong.reason == r"gold is \frac{1}{2}"
     cut = task.grade(half, r"\boxed{0.5} or \boxed{0.")
     assert (cut.score, cut.parsed, cut.reason) == (0.0, None, "the last box is not closed")
-    bomb = task.grade(half, r"\boxed{9^{9^{9^9}}}")
+    root = replace(half, gold=r"\sqrt{5}")
+    bomb = task.grade(root, r"\boxed{9^{9^{9^9}}}")
     assert (bomb.score, bomb.failed) == (0.0, False)
     assert bomb.reason.endswith("the comparison ended by time")
+
+
+REPEATS = [
+    (r"Expand $(x+1)^2$.", "x^2+2x+1", r"(x+1)^2", 0.0),
+    (r"Expand $(x+1)^2$.", "x^2+2x+1", r"x^2+2x+1", 1.0),
+    (r"Expand $(x+1)^2$.", "x^2+2x+1", r"1+2x+x^2", 1.0),
+    (r"Factor $x^2-1$.", "(x-1)(x+1)", r"x^{2} - 1", 0.0),
+    (r"Simplify $\frac{6}{8}$.", r"\frac{3}{4}", r"\frac{6}{8}", 0.0),
+    (r"Simplify $\frac{6}{8}$.", r"\frac{3}{4}", "0.75", 1.0),
+    (r"Compute $\dbinom{8}{4}$.", "70", r"\binom{8}{4}", 0.0),
+    (r"Compute $\cos 60^\circ$.", r"\frac{1}{2}", r"\cos 60^\circ", 0.0),
+    (r"Compute $\cos 60^\circ$.", r"\frac{1}{2}", r"\sin 30^\circ", 0.0),
+    (r"What is $36+64$?", "100", "36+64", 0.0),
+    (r"What is $36+64$?", "100", "64 + 36", 0.0),
+    # A number may stand in the problem, and so may the gold answer.
+    ("Of 1200 apples he eats none. How many are left?", "1200", "1,200", 1.0),
+    ("He eats 1/2 of 5/4. How much is that?", "0.625", "5/8", 1.0),
+    ("Half of it is 1/2 a mile. How far is half?", "0.5", "1/2", 1.0),
+    (r"Is $x^2$ or $x^3$ the answer?", "x^3", "x^3", 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "gold", "answer", "score"), REPEATS)
+def test_an_answer_that_repeats_the_problem_is_none(
+    task: MathTask, text: str, gold: str, answer: str, score: float
+) -> None:
+    prompt = replace(task.prompt("eval", 0), text=text, gold=gold, meta={"statement": text})
+    assert task.grade(prompt, rf"\boxed{{{answer}}}").score == score
 
 
 def test_prompts_hold_the_problem_and_not_the_answer(task: MathTask) -> None:

@@ -51,6 +51,30 @@ def children() -> int:
     return count
 
 
+STEAL = """
+import json, os, sys
+f = sys._getframe()
+while f is not None:
+    job = f.f_locals.get('job')
+    if isinstance(job, dict) and 'nonce' in job:
+        verdict = {'nonce': job['nonce'], 'status': 'passed', 'passed': 2, 'total': 2, 'detail': ''}
+        os.write(5, json.dumps(verdict).encode())
+        os._exit(0)
+    f = f.f_back
+"""
+"""What would forge a verdict, could a program have the judge run it."""
+
+
+def message(on: str, *args: str) -> str:
+    """A program that asks the judge to call something before it answers."""
+    return (
+        "import os, struct, json\ndef f(x):\n"
+        f"    d = {{'do': 'call', 'on': {on}, 'args': [{', '.join(args)}], 'kwargs': {{}}}}\n"
+        "    d = json.dumps(d).encode()\n"
+        "    os.write(4, struct.pack('>I', len(d)) + d)\n    return 0"
+    )
+
+
 HOSTILE = {
     # exit codes
     "sys.exit(0) when loaded": "import sys; sys.exit(0)\ndef f(x): return 0",
@@ -93,6 +117,23 @@ HOSTILE = {
     "everything in memory": (
         "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
         "        if isinstance(o, str) and 'assert f(' in o: return 4"
+    ),
+    "the judge's own exec": message("{'builtin': 'exec'}", repr(STEAL)),
+    "the judge's own getattr": message("{'builtin': 'getattr'}", "{'builtin': 'exec'}", "'x'"),
+    "the judge's own int": message("{'builtin': 'int'}", "'4'"),
+    "an object that the tests did not pass": message("{'yours': 0}", "'4'"),
+    "an operation that is not served": message("{'yours': 0}").replace("'call'", "'getattr'"),
+    "another message instead of an answer": (
+        'import os, struct\ndef f(x):\n    d = b\'{"ended": 7, "value": 4}\'\n'
+        "    os.write(4, struct.pack('>I', len(d)) + d)\n    return 0"
+    ),
+    "an answer with another tag": (
+        'import os, struct\ndef f(x):\n    d = b\'{"value": {"object": 4}}\'\n'
+        "    os.write(4, struct.pack('>I', len(d)) + d)\n    return 0"
+    ),
+    "changes to arguments that are not there": (
+        'import os, struct\ndef f(x):\n    d = b\'{"value": 0, "changed": [[7, [4]]]}\'\n'
+        "    os.write(4, struct.pack('>I', len(d)) + d)\n    return 0"
     ),
     # never ending
     "an endless loop when loaded": "while True: pass",
@@ -308,6 +349,35 @@ def test_a_program_cannot_reach_into_what_the_tests_pass(apart: Sandbox) -> None
     tests = "expected = 7\nassert f(lambda: 0) is not None"
     verdict = apart.run(program, tests, names=["f"])
     assert verdict.status == "error"
+
+
+@pytest.mark.parametrize("name", ["exec", "eval", "getattr", "type", "__import__", "open"])
+def test_a_program_cannot_hand_the_tests_a_function_that_runs_code(
+    apart: Sandbox, name: str
+) -> None:
+    """The tests' own function calls what it is given, and the judge is where it runs."""
+    program = (
+        "import os, struct, json\ndef f(g):\n"
+        f"    d = {{'do': 'call', 'on': {{'yours': 0}}, 'args': [{{'builtin': {name!r}}}, "
+        f"{STEAL!r}], 'kwargs': {{}}}}\n"
+        "    d = json.dumps(d).encode()\n"
+        "    os.write(4, struct.pack('>I', len(d)) + d)\n    return 0"
+    )
+    tests = "assert f(lambda g, x: g(x)) == 4\nassert False"
+    verdict = apart.run(program, tests, names=["f"])
+    assert (verdict.status, verdict.passed) == ("failed", 0)
+
+
+def test_functions_of_the_language_go_over_by_name(apart: Sandbox) -> None:
+    program = "def f(g, *a): return g(*a)\ndef key(): return len"
+    tests = (
+        "assert f(max, 1, 3) == 3\nassert f(sorted, 'ba') == ['a', 'b']\n"
+        "assert sorted(['aa', 'b'], key=key()) == ['b', 'aa']\n"
+        "try:\n    f(ValueError)\nexcept ValueError: pass\nassert key() is len"
+    )
+    verdict = apart.run(program, tests, names=["f", "key"])
+    assert verdict.status == "passed", verdict.detail
+    assert apart.run(program, "f(exec, '1')", names=["f"]).status == "error"
 
 
 def test_partial_credit_counts_asserts(apart: Sandbox) -> None:

@@ -27,6 +27,7 @@ TINY = (
     "track.tensorboard=false",
     "task.options.easy_share=1.0",
     # Enough for digits where digits belong, so that some answers are right by chance.
+    *(f"warm_start.{role}.stop_loss=0.0" for role in ("actor", "critic")),
     *(f"warm_start.{role}.steps=40" for role in ("actor", "critic")),
     *(f"warm_start.{role}.batch=16" for role in ("actor", "critic")),
     *(f"warm_start.{role}.lr=1e-2" for role in ("actor", "critic")),

@@ -19,6 +19,8 @@ OPTIONS = {
     "rollout.revisions": 3,
     "warm_start.actor.steps": 100,
     "warm_start.critic.steps": 30,
+    "warm_start.actor.stop_loss": 0.0,
+    "warm_start.critic.stop_loss": 0.0,
     "eval.num_prompts": 1,
     "eval.every": 0,
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_binac.config import (
     Config,
     LossConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RoleConfig,
     RoleWarmStart,
@@ -25,6 +27,7 @@ from megatron_binac.config import (
 )
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import start_distributed
+from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
 from megatron_binac.training import setup
 from megatron_binac.training.warm_start import _sequence, cache_key
@@ -63,11 +66,13 @@ def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 def taught(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of supervised steps so far, one entry a learner."""
     counts: dict[int, int] = {}
+    kept: list[MegatronLearner] = []  # so that no id comes again
     supervise = MegatronLearner.supervise
     seen: list[int] = []
 
     def counting(self: MegatronLearner, sequences: list) -> dict[str, float]:
         counts[id(self)] = counts.get(id(self), 0) + 1
+        kept.append(self)
         seen[:] = counts.values()
         return supervise(self, sequences)
 
@@ -129,6 +134,103 @@ def test_only_what_the_role_says_is_learned(tmp_path: Path) -> None:
 def test_it_stops_at_its_loss(tmp_path: Path, taught: list[int]) -> None:
     build(tiny(tmp_path / "cache", actor=replace(SCHEDULE, stop_loss=100.0)), tmp_path / "a")
     assert taught == [5]  # the mean of five steps is below
+
+
+Script = Callable[[Callable[[int, int], float]], tuple[dict[int, list[int]], list[MegatronLearner]]]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """`script(loss)` lets weights be taught, but losses come from `loss(try, step)`. It gives what
+    each try was taught, a hash of each batch's second row, and the learners that were taught."""
+
+    def install(
+        loss: Callable[[int, int], float],
+    ) -> tuple[dict[int, list[int]], list[MegatronLearner]]:
+        taught: dict[int, list[int]] = {}
+        learners: list[MegatronLearner] = []  # kept, so that no id comes again
+        supervise = MegatronLearner.supervise
+
+        def scripted(self: MegatronLearner, rows: list) -> dict[str, float]:
+            if id(self) not in taught:
+                taught[id(self)] = []
+                learners.append(self)
+            taught[id(self)].append(hash(tuple(rows[1].ids.tolist())))
+            supervise(self, rows)
+            return {"loss": loss(list(taught).index(id(self)), len(taught[id(self)]))}
+
+        monkeypatch.setattr(MegatronLearner, "supervise", scripted)
+        return taught, learners
+
+    return install
+
+
+PATIENT = replace(SCHEDULE, steps=20, batch=2, stop_loss=0.1)
+
+
+def test_a_start_on_a_plateau_is_given_up_for_another(
+    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tries 1 and 2 stay at 0.5; the third one learns. Mean of five steps, stop_loss 0.1."""
+    tries, learners = script(lambda number, step: 0.5 if number < 2 or step < 4 else 0.01)
+    with caplog.at_level(logging.INFO, "megatron_binac"):
+        got = build(tiny(tmp_path / "cache", actor=PATIENT), tmp_path / "a")
+    # 3/4 of 20 steps, then half of them; then the first mean of (.5, .01 x 4) or less: step 8.
+    assert [len(steps) for steps in tries.values()] == [15, 10, 8]
+    taught = list(tries.values())
+    assert len({*taught[0], *taught[1], *taught[2]}) > 25  # each try has examples of its own
+    starts = [weights(learner) for learner in learners]
+    assert equal(weights(got), starts[2])
+    assert not equal(starts[0], starts[1])
+    said = [r.getMessage() for r in caplog.records]
+    assert sum("given up" in text for text in said) == 2
+    assert "try 1 of 4 is given up at step 15/20, loss 0.500" in " ".join(said)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    again = build(tiny(tmp_path / "cache", actor=PATIENT), tmp_path / "b")
+    assert equal(weights(again), starts[2])
+
+
+def test_where_no_start_gets_there_the_best_one_is_taken_with_a_warning(
+    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, learners = script(lambda number, step: (0.7, 0.5, 0.6, 0.8)[number])
+    with caplog.at_level(logging.WARNING, "megatron_binac"):
+        got = build(tiny(tmp_path / "cache", actor=PATIENT), tmp_path / "a")
+    assert [len(steps) for steps in tries.values()] == [15, 10, 10, 10]
+    assert equal(weights(got), weights(learners[1]))
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "none of 4 tries came to loss 0.1; the best stands at 0.500" in warning
+    assert "warm_start.actor.steps (now 20)" in warning
+
+
+def test_a_slow_start_that_is_near_its_loss_may_use_all_steps(
+    tmp_path: Path, script: Script
+) -> None:
+    """From 0.5 to under three times stop_loss at step 15: it is let go on, to step 19."""
+    tries, _ = script(lambda number, step: 0.5 if step < 10 else 0.25 if step < 15 else 0.05)
+    build(tiny(tmp_path / "cache", actor=PATIENT), tmp_path / "a")
+    assert [len(steps) for steps in tries.values()] == [18]
+
+
+def test_the_first_try_is_the_start_of_the_seed(tmp_path: Path) -> None:
+    """The start that gets to its loss at once, against one that is taught here, step by step."""
+    config = tiny(tmp_path / "cache", actor=replace(SCHEDULE, stop_loss=100.0))
+    got = build(config, tmp_path / "a")
+    _, players = setup.build_players(tiny(tmp_path, actor=RoleWarmStart(steps=0)), tmp_path / "b")
+    task = build_task("checksum", **config.task.options)
+    by_hand = MegatronLearner(
+        "actor",
+        replace(config.actor, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2)),
+        got.groups,
+        vocab_size=players.tokenizer.vocab_size,
+        seed=name_seed(config.warm_start.seed, "actor", "weights"),
+        num_steps=6,
+        temperature=1.0,
+    )
+    for step in range(5):
+        batch = range(8 * step, 8 * step + 8)
+        by_hand.supervise([_sequence("actor", i, task, players.template) for i in batch])
+    assert equal(weights(got), weights(by_hand))
 
 
 def test_no_steps_leave_fresh_weights_and_no_cache(tmp_path: Path, taught: list[int]) -> None:

@@ -6,9 +6,11 @@ and never encoded again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,7 +143,10 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The `tokenizer.json` of a local model folder.
+    """The `tokenizer.json` of a local model folder, with its chat template where it has one.
+
+    A chat model needs no turn markers: its prompts are made by `algo.chat_prompts`, and what it
+    calls the end of a text ends a turn.
 
     Example: ``HuggingFaceTokenizer("llama", markers={"<|user|>": "<|reserved_0|>", ...})``
     """
@@ -153,36 +158,38 @@ class HuggingFaceTokenizer:
         markers: Mapping[str, str] | None = None,
         pad: str | None = None,
     ) -> None:
-        """Load a folder; ValueError where a turn marker has no token.
+        """Load a folder; ValueError where a turn marker has no token and there is no template.
 
         `markers` names a special token of the vocabulary for each of `TURN_PIECES` that it lacks;
-        reserved tokens do well. `pad` names the padding token, by default the end marker's.
+        reserved tokens do well. `pad` names the padding token, by default the model's own, else the
+        one that ends a turn.
         """
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError as error:
-            raise ImportError(
-                "a Hugging Face tokenizer needs the package tokenizers; "
-                "pip install 'megatron_binac[tasks]'"
-            ) from error
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no {path}; give a folder that holds a tokenizer.json"
-            )
-        self.path = path
-        self._backend: Any = Backend.from_file(str(path))
+        self.folder = Path(folder)
+        self.path = self.folder / "tokenizer.json"
+        self._backend: Any = _load_tokenizers(self.path)
+        self._about = _read_json(self.folder / "tokenizer_config.json")
+        self._template = _chat_template(self.folder, self._about)
         self._markers = {piece: (markers or {}).get(piece, piece) for piece in TURN_PIECES}
         special = {
             t.content for t in self._backend.get_added_tokens_decoder().values() if t.special
         }
         missing = sorted(p for p, token in self._markers.items() if token not in special)
-        if missing:
+        self.is_chat = bool(missing) and markers is None and self._template is not None
+        """Turns are made by the chat template, not by markers."""
+        if missing and not self.is_chat:
             raise ValueError(
-                f"{path} has no special token for {missing}; "
+                f"{self.path} has no special token for {missing}; "
                 f"pass markers={{piece: token}} with tokens among {sorted(special)[:8]} ..."
             )
-        if len(set(self._markers.values())) < len(self._markers):
+        if self.is_chat:
+            end = _content(self._about.get("eos_token"))
+            if end is None:
+                raise ValueError(
+                    f"{self.folder} has a chat template and no eos_token in tokenizer_config.json; "
+                    "name the token that ends a turn there"
+                )
+            self._markers = {END: end}
+        elif len(set(self._markers.values())) < len(self._markers):
             raise ValueError(f"two turn markers share a token: {self._markers}; give each its own")
         # Special tokens that a text spells are plain text to us.
         self._backend.encode_special_tokens = True
@@ -190,6 +197,7 @@ class HuggingFaceTokenizer:
         self._backend.no_truncation()
         self.vocab_size: int = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
         self.end_id = self.token_id(END)
+        pad = pad or _content(self._about.get("pad_token"))
         self.pad_id = self.end_id if pad is None else self._id(pad)
 
     def encode(self, text: str) -> list[int]:
@@ -200,6 +208,31 @@ class HuggingFaceTokenizer:
 
     def token_id(self, piece: str) -> int:
         return self._id(self._markers.get(piece, piece))
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of a piece of the chat template: what spells a special token is that token."""
+        return self._markup.encode(text, add_special_tokens=False).ids
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation in the model's chat template, up to where its answer begins.
+
+        Messages are {"role": ..., "content": ...}. ValueError where there is no template or it
+        refuses them. A template that asks for today's date is given none: a run that is resumed on
+        another day must ask the same.
+        """
+        if self._template is None:
+            raise ValueError(f"{self.folder} has no chat template")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {name: _content(self._about.get(name)) for name in names}
+        tokens = {name: token for name, token in tokens.items() if token is not None}
+        return _render(self._template, messages, tokens)
+
+    @cached_property
+    def _markup(self) -> Any:
+        backend = _load_tokenizers(self.path)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend
 
     def offsets(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         # By growing prefixes, since decoders differ: quadratic, for turns and not for documents.
@@ -222,6 +255,64 @@ class HuggingFaceTokenizer:
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     """The tokenizer at `path`: a folder with a tokenizer.json, or a SentencePiece model file."""
     return HuggingFaceTokenizer(path) if Path(path).is_dir() else SentencePieceTokenizer(path)
+
+
+def _load_tokenizers(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError as error:
+        raise ImportError(
+            "a Hugging Face tokenizer needs the package tokenizers; "
+            "pip install 'megatron_binac[hf]'"
+        ) from error
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; give a folder that holds a tokenizer.json")
+    return Backend.from_file(str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which a config has as a string or as an object."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _chat_template(folder: Path, about: Mapping[str, Any]) -> str | None:
+    """The template of a folder: a file of its own, or a field of tokenizer_config.json."""
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    found = about.get("chat_template")
+    if isinstance(found, list):  # several by name
+        return next((t["template"] for t in found if t["name"] == "default"), None)
+    return found
+
+
+def _render(template: str, messages: Sequence[Mapping[str, str]], tokens: dict[str, str]) -> str:
+    """Fill in a chat template, which may compute and loop but reach nothing else."""
+    try:
+        from jinja2.exceptions import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError(
+            "a chat template needs the package jinja2; pip install 'megatron_binac[hf]'"
+        ) from error
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    given = {"messages": [dict(m) for m in messages], "add_generation_prompt": True, **tokens}
+    try:
+        return environment.from_string(template).render(**given)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
 def _train_sentencepiece(

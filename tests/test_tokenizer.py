@@ -238,5 +238,5 @@ def test_hugging_face_markers_must_be_special_tokens_of_their_own(tmp_path: Path
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'megatron_binac\[tasks\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'megatron_binac\[hf\]'"):
         HuggingFaceTokenizer(tmp_path)

@@ -68,6 +68,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "math_verify": ("tasks.*",),
     "datasets": ("tasks.*",),
     "sentencepiece": ("tokenizer",),
+    "tokenizers": ("tokenizer", "models.convert.gguf"),
+    "safetensors": ("models.*", "rollout.*"),
+    "gguf": ("models.convert.gguf",),
+    "transformers": ("rollout.hf_engine",),
 }
 TORCH_FREE = (
     "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",

@@ -107,9 +107,12 @@ def enable() -> None:
     Idempotent."""
     global _enabled
     check_version()
-    if _enabled or torch.cuda.is_available():
+    if _enabled:
         return
     _enabled = True
+    _name_what_is_absent()
+    if torch.cuda.is_available():
+        return
     # One function object per name: torch's compiler refuses one object under two names.
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -145,6 +148,15 @@ def enable() -> None:
 
     filesystem_async._results_queue = queue.SimpleQueue()
     _load_torch_adam()
+
+
+def _name_what_is_absent() -> None:
+    """The router of Megatron-Core asks whether a function of Transformer Engine is None, and does
+    not say so where Transformer Engine is not installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _load_torch_adam() -> None:

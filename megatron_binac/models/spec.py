@@ -107,7 +107,6 @@ def _mixture(role: RoleConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         # A softmax over the chosen experts is one over all of them that is normalised again.
         "moe_router_pre_softmax": not moe.renormalize,
-        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",

@@ -29,8 +29,8 @@ INTERVALS = ("bootstrap", "t")
 METRICS = ("acc_t1", "acc_t2", "acc_t2_shuffled", "acc_t2_oracle")
 SEEDS = ("seed", "task.options.seed", "warm_start.seed")
 _FREE = (
-    *SEEDS, "warm_start.cache_dir", "num_steps", "max_generated_tokens", "save_every",
-    "keep_checkpoints", "eval.every", "rollout.max_sequences_per_batch",
+    *SEEDS, "warm_start.cache_dir", "text_critic.cache_dir", "num_steps", "max_generated_tokens",
+    "save_every", "keep_checkpoints", "eval.every", "rollout.max_sequences_per_batch",
 )  # fmt: skip
 """Settings that may differ between runs that are pooled: seeds, budgets, what changes no result."""
 _NUM_RESAMPLES = 10_000

@@ -92,6 +92,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     metrics = list(comparison.rows[0].values)
     shown = [metric for metric in metrics if metric in _TITLES] or metrics
@@ -106,10 +107,12 @@ def plot(comparison: Comparison, path: Path) -> None:
         panel.axvline(comparison.budget, color="#888888", linewidth=0.8, linestyle=":")
         panel.set_title(_TITLES.get(metric, metric))
         panel.set_xlabel(AXES[comparison.by])
+        panel.xaxis.set_major_locator(MaxNLocator(6))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k, not 400000
         panel.grid(alpha=0.25)
     panels[0].set_ylabel(f"held-out accuracy, {comparison.decoding}")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 

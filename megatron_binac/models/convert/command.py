@@ -185,9 +185,13 @@ def _to_megatron(source: Source, draft: Path, dtype: torch.dtype | None) -> Summ
         for file, names in source.files.items()
         if (kept := [n for n in names if n in known])
     }
-    Description(family=family.model_type, model=model, files=files, metadata=source.metadata).write(
-        draft
-    )
+    Description(
+        family=family.model_type,
+        model=model,
+        files=files,
+        metadata=source.metadata,
+        totals=source.totals,
+    ).write(draft)
     return _summary("to megatron", family.model_type, boxes)
 
 

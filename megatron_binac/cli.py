@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import importlib.util
 import json
@@ -318,6 +319,7 @@ def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
     """Run `job(megatron_binac.training.setup)` in this process, which is one rank."""
     from megatron_binac import ranks
 
+    ranks.children_die_too()
     ranks.set_defaults(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if not sys.warnoptions:
         # What is not installed is the doctor's to say; what will be renamed is for maintainers, who
@@ -327,6 +329,7 @@ def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
 
     def logged() -> int:
         setup = importlib.import_module("megatron_binac.training.setup")
+        gc.freeze()  # Megatron-Core collects at every save: leave out what imports have made
         try:
             return job(setup)
         except ValueError as error:

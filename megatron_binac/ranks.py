@@ -167,6 +167,26 @@ def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def children_die_too() -> None:
+    """Ask Linux to kill whatever this process forks from now on when this process dies.
+
+    Megatron-Core's checkpoint writers are forked; of a killed rank they would wait for ever, with
+    the lock of the run folder in their hands.
+    """
+    parent = 0
+
+    def before() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def in_child() -> None:
+        die_with_parent()
+        if os.getppid() != parent:  # it died before it could be watched
+            os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
 def _rank_pids(torchrun_pid: int) -> list[int]:
     pids: list[int] = []
     for children in Path(f"/proc/{torchrun_pid}/task").glob("*/children"):

@@ -14,10 +14,12 @@ import fcntl
 import json
 import os
 import re
+import shutil
+import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_binac import config as configs
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 CHANGEABLE = ("num_steps", "save_every", "eval.", "track.")
 """Keys that a resumed run may change: none of them touches what was already computed."""
+
+
+ORPHAN_SECONDS = 10.0
+"""How long the lock of a run whose process is gone is waited for."""
 
 
 def load_config(run_dir: Path) -> Config:
@@ -53,10 +59,18 @@ def claim(run_dir: Path, config: Config, *, fresh: bool, first_rank: bool = True
     """Make `run_dir` the folder of `config`, or check that it already is; True where it was.
 
     Never overwrites: raises ValueError where the folder holds another recipe, another config,
-    anything that is no run, or (with `fresh`) any run. Only the first rank writes, others check.
+    anything that is no run, or (with `fresh`) any run. A start that failed before its first
+    checkpoint has computed nothing: its folder is taken over. Only the first rank writes, others
+    check.
     """
     if (run_dir / "config.json").exists():
         held = load_config(run_dir)
+        if held != config and not has_begun(run_dir):
+            if first_rank:
+                with locked(run_dir):
+                    shutil.rmtree(run_dir / "tokenizer", ignore_errors=True)
+                    write_config(run_dir, config)
+            return False
         if held.recipe != config.recipe:
             raise ValueError(
                 f"{run_dir} holds a run of recipe {held.recipe!r}, got {config.recipe!r}; "
@@ -71,15 +85,27 @@ def claim(run_dir: Path, config: Config, *, fresh: bool, first_rank: bool = True
             raise ValueError(f"--fresh, but {run_dir} already holds a run; pass another --run-dir")
         return True
     if first_rank:
-        if run_dir.is_dir() and any(run_dir.iterdir()):
+        if run_dir.is_dir() and any(not _is_draft(path) for path in run_dir.iterdir()):
             raise ValueError(
                 f"{run_dir} is not empty and holds no run (no config.json); pass a new folder"
             )
         if run_dir.exists() and not run_dir.is_dir():
             raise ValueError(f"{run_dir} is a file, expected a folder; pass another --run-dir")
         run_dir.mkdir(parents=True, exist_ok=True)
+        for path in filter(_is_draft, run_dir.iterdir()):
+            path.unlink()
         write_config(run_dir, config)
     return False
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether a run has left anything in `run_dir` that would be missed."""
+    return (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
+
+
+def _is_draft(path: Path) -> bool:
+    """Left by a start that was killed while it wrote its config."""
+    return re.fullmatch(r"config\.json\.\d+", path.name) is not None
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -110,21 +136,32 @@ def resumed(run_dir: Path, assignments: list[str]) -> Config:
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the folder for one writer; ValueError where another process is training in it.
 
-    The lock goes with the process, so that a killed run leaves nothing to clean up.
+    The lock goes with the process, so that a killed run leaves nothing to clean up; what such a
+    run has forked may take a moment to end.
     """
+    deadline = time.monotonic() + ORPHAN_SECONDS
     with open(run_dir / ".lock", "a+", encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not _try_lock(file):
             file.seek(0)
-            raise ValueError(
-                f"{run_dir} is in use by process {file.read().strip() or '(unknown)'}; "
-                "wait for it, stop it, or pass another --run-dir"
-            ) from None
+            holder = file.read().strip()
+            if not holder or Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
+                raise ValueError(
+                    f"{run_dir} is in use by process {holder or '(unknown)'}; "
+                    "wait for it, stop it, or pass another --run-dir"
+                )
+            time.sleep(0.05)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def disk_error(error: OSError, path: Path) -> OSError:

@@ -52,9 +52,15 @@ def start(world: int, argv: list[str]) -> Job:
     return Job(world, command, argv)
 
 
-def run(world: int, argv: list[str], *, timeout: float = 200.0) -> None:
+def run(world: int, argv: list[str], *, timeout: float = 600.0) -> None:
     """Run a command to its end; every rank must exit with 0."""
-    assert start(world, argv).wait(timeout) == [0] * world
+    finish(start(world, argv), timeout)
+
+
+def finish(job: Job, timeout: float = 600.0) -> None:
+    """Wait for a job's end; every rank must exit with 0."""
+    codes = job.wait(timeout)
+    assert codes == [0] * len(codes), job.log.read()[-4000:]
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

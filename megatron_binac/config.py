@@ -721,9 +721,9 @@ class Config:
             self.rollout.revisions > 0
             or not criticised
             or (kind in ("spans", "none") and not self.critic_learns),
-            f"rollout.revisions is 0 while rollout.criticised is {criticised}; feedback that nobody "
-            "answers is of use to credit spans and none with a critic that does not learn: set it "
-            "to 1 or more, or rollout.criticised to 0",
+            f"rollout.revisions is 0 while rollout.criticised is {criticised}; feedback that "
+            "nobody answers is of use to credit spans and none with a critic that does not learn: "
+            "set it to 1 or more, or rollout.criticised to 0",
         )
         _check(
             kind != "two_turn" or criticised == self.rollout.attempts,

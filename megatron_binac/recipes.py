@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from megatron_binac import method_recipes, quickstart
+from megatron_binac import method_recipes, pretrained_recipes, quickstart
 from megatron_binac.config import Config
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (*quickstart.RECIPES, *method_recipes.RECIPES)
+    recipe.__name__: recipe
+    for recipe in (*quickstart.RECIPES, *method_recipes.RECIPES, *pretrained_recipes.RECIPES)
 }
 
 

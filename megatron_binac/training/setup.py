@@ -41,6 +41,7 @@ from megatron_binac.tasks import build_task
 from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
 from megatron_binac.terms import Term
 from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
+from megatron_binac.training import pretrained
 from megatron_binac.training.loop import CriticCollapse, Run, publish, train
 from megatron_binac.training.telemetry import Clock, Telemetry
 from megatron_binac.training.trees import trees_from_json, trees_to_json
@@ -151,8 +152,10 @@ def build_players(
     """Both roles with their engines, the task and the tokenizer; warm-started unless
     `fresh_weights`."""
     task = build_task(config.task.name, **config.task.options)
+    # A run that goes on has its small files already and takes its weights from a checkpoint.
+    starts = {} if fresh_weights else pretrained.prepare_weights(config, run_dir)
     tokenizer = _tokenizer(config, task, run_dir)
-    template = Template(tokenizer, max_prompt_tokens=_prompt_room(config))
+    template = pretrained.build_template(tokenizer, task, _prompt_room(config))
     roles: dict[Role, RoleConfig] = {"actor": config.actor}
     if config.critic is not None:
         roles["critic"] = config.critic
@@ -163,12 +166,19 @@ def build_players(
             role,
             role_config,
             groups,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=pretrained.embedding_rows(role, role_config, tokenizer),
             seed=name_seed(config.warm_start.seed, role, "weights"),
             num_steps=_num_updates(config, role),
             temperature=config.rollout.temperature,
         )
+        if role in starts:
+            pretrained.load_weights(starts[role], learners[role])
         if getattr(config.warm_start, role).steps and not fresh_weights:
+            if not isinstance(template, Template):
+                raise ValueError(
+                    f"warm_start.{role}.steps is {getattr(config.warm_start, role).steps}, but the "
+                    f"{role} comes with a chat template and knows how to answer; set it to 0"
+                )
             if not isinstance(task, TeachingTask):
                 raise ValueError(
                     f"warm_start.{role}.steps is {getattr(config.warm_start, role).steps} but "
@@ -249,6 +259,9 @@ def _tokenizer(config: Config, task: Task, run_dir: Path) -> Tokenizer:
     the run."""
     if config.task.tokenizer is not None:
         return load_tokenizer(Path(config.task.tokenizer))
+    own = pretrained.own_tokenizer(config, run_dir)
+    if own is not None:
+        return own
     path = run_dir / "tokenizer" / "tokenizer.model"
     if dist.get_rank() == 0 and not path.exists():
         SentencePieceTokenizer.train(

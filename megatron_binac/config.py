@@ -603,6 +603,8 @@ class Config:
     recipe: str
     """Name of the recipe it came from; a run folder belongs to one recipe."""
     seed: int = 1
+    default_ranks: int = 1
+    """Ranks that `binac` starts on this machine without --nproc and without a launcher."""
     num_steps: int = 100
     """Steps of the outer loop: one actor update each."""
     save_every: int = 0
@@ -646,6 +648,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _check(self.num_steps > 0, f"num_steps is {self.num_steps}, expected 1 or more")
+        _check(self.default_ranks > 0, f"default_ranks is {self.default_ranks}, expected 1 or more")
         _check(self.save_every >= 0, f"save_every is {self.save_every}, expected 0 or more")
         _check(
             self.keep_checkpoints > 0,

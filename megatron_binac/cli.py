@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -93,8 +94,9 @@ def _guarded(action: Callable[[], int]) -> tuple[int, str]:
 def _train(args: argparse.Namespace) -> int:
     from megatron_binac import ranks, run_folder
 
-    world = _world_size(args.nproc)
+    asked = _world_size(args.nproc)
     config, run_dir = _resumed_run(args) if args.resume is not None else _new_run(args)
+    world = asked or config.default_ranks
     config.check_world(world)
     _check_tracking(config)
 
@@ -182,7 +184,7 @@ def _eval(args: argparse.Namespace) -> int:
         )
     run_dir = Path(args.model)
     config = run_folder.load_config(run_dir)
-    world = _world_size(args.nproc)
+    world = _world_size(args.nproc) or config.default_ranks
     config.check_world(world)
     if run_folder.latest_checkpoint(run_dir) is None:
         raise ValueError(
@@ -215,7 +217,7 @@ def _eval_task(args: argparse.Namespace) -> int:
 
     if args.output is not None:
         raise ValueError("--output is for evaluations without --task; pass --out DIR or --json")
-    world = _world_size(args.nproc)
+    world = _world_size(args.nproc) or 1
     model, critic = (_run_config(name) for name in (args.model, args.critic))
     for config in (model, critic):
         if config is not None:
@@ -341,8 +343,8 @@ def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
     return ranks.leave(*_guarded(logged))
 
 
-def _world_size(nproc: int | None) -> int:
-    """Ranks of the job: what the environment says, else --nproc, else 1."""
+def _world_size(nproc: int | None) -> int | None:
+    """Ranks of the job: what the environment says, else --nproc; None where neither does."""
     from megatron_binac import ranks
 
     if nproc is not None and nproc < 1:
@@ -352,7 +354,7 @@ def _world_size(nproc: int | None) -> int:
         raise ValueError(
             f"--nproc is {nproc}, but torchrun or srun has started {world} ranks; leave --nproc out"
         )
-    return world or nproc or 1
+    return world or nproc
 
 
 def _default_run_dir(recipe: str) -> Path:
@@ -389,7 +391,7 @@ def _warm_start(args: argparse.Namespace) -> int:
 
     if args.run_dir is None:
         raise ValueError("--run-dir is missing: a warm start keeps its tokenizer and log there")
-    world = _world_size(args.nproc)
+    world = _world_size(args.nproc) or 1
     config, run_dir = _new_run(args)
     config.check_world(world)
     if not getattr(config.warm_start, args.role).steps:
@@ -451,6 +453,23 @@ def _compare(args: argparse.Namespace) -> int:
         args.markdown.write_text(compare_show.table(found, markdown=True) + "\n", encoding="utf-8")
     if args.plot is not None:
         compare_show.plot(found, args.plot)
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    command = importlib.import_module("megatron_binac.models.convert.command")
+    done = command.convert(
+        args.source,
+        args.target,
+        role=args.role,
+        dtype=args.dtype,
+        shard_bytes=round(args.shard_gb * 1e9),
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(
+        f"{done.target}: {done.family}, {done.direction}, {done.num_tensors} tensors, "
+        f"{done.num_bytes / 1e9:.2f} GB, {done.seconds:.1f} s, peak memory {peak / 1e9:.2f} GB"
+    )
     return 0
 
 
@@ -567,6 +586,18 @@ def _parser() -> argparse.ArgumentParser:
 
     compare = _command(commands, "compare", _compare, "runs at equal cost, with seeds pooled")
     _add_compare_options(compare)
+
+    text = "Hugging Face weights to a checkpoint of ours, or back"
+    convert = _command(commands, "convert", _convert, text)
+    text = "a Hugging Face folder, a .gguf file, package:NAME, a converted folder, or a run"
+    convert.add_argument("source", metavar="SRC", help=text)
+    convert.add_argument("target", type=Path, metavar="DST", help="a new folder")
+    text = "which model of a run (default actor)"
+    convert.add_argument("--role", choices=("actor", "critic"), default="actor", help=text)
+    text = "default: as it is stored"
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=text)
+    text = "largest safetensors file, where the source does not say (default 5)"
+    convert.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help=text)
 
     doctor = _command(commands, "doctor", _doctor, "what is installed here and what is chosen")
     doctor.add_argument("--json", action="store_true")

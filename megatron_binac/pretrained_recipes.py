@@ -39,6 +39,7 @@ def smollm2() -> Config:
     )
     return Config(
         recipe="smollm2",
+        default_ranks=2,
         num_steps=50,
         actor=role,
         critic=role,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_binac import tasks
+from megatron_binac import cli, tasks
 from megatron_binac.tasks.base import Cursor, Task
 from megatron_binac.tasks.grading import grade_all
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_task.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "own_task.py"
 
 
 @pytest.fixture
@@ -26,6 +28,39 @@ def doubling(monkeypatch: pytest.MonkeyPatch) -> Task:
     with pytest.raises(ValueError, match="no option 'limits'; did you mean 'limit'"):
         tasks.build_task("doubling", limits=10)
     return tasks.build_task("doubling", limit=100)
+
+
+def test_the_task_of_the_readme_is_graded_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its block as it stands, in a package that offers it by a real entry point."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = readme.partition("## A task of your own")[2].partition("```python\n")[2]
+    code = block.partition("```")[0]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
+    (tmp_path / "readme_task.py").write_text(code)
+    installed = tmp_path / "readme_task-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: readme-task\nVersion: 1.0\n")
+    point = f"[{tasks.ENTRY_POINT_GROUP}]\ndoubling = readme_task:Doubling\n"
+    (installed / "entry_points.txt").write_text(point)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "doubling" in tasks.task_names()
+    task = tasks.build_task("doubling")
+    train = {task.prompt("train", i).text for i in range(400)}
+    assert len(train) == 400
+    assert not train & {task.prompt("eval", i).text for i in range(100)}
+    rows = [("doubling/eval/3", " 30 "), ("doubling/train/0", "3"), ("doubling/train/0", "2")]
+    file = tmp_path / "said.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "completion": c}) + "\n" for i, c in rows))
+    assert cli.main(["grade", str(file), "--task", "doubling", "--json"]) == 0
+    *graded, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(g["id"], g["score"]) for g in graded] == [
+        ("doubling/eval/3", 1.0), ("doubling/train/0", 0.0), ("doubling/train/0", 1.0),
+    ]  # fmt: skip
+    assert summary["accuracy"] == pytest.approx(2 / 3)
+    assert task.verdict("2 * 2 is no 3") is False
+    assert task.leaks(task.prompt("eval", 3), "7", "it is 30")
 
 
 def test_it_is_a_task(doubling: Task) -> None:

@@ -158,7 +158,9 @@ def check_hostile(args: argparse.Namespace) -> bool:
             )
     sandbox.close()
     good &= settled(0) and not os.path.exists("/etc/binac-was-here")
-    new_files = {n for n in set(os.listdir(tempfile.gettempdir())) - folder if n.startswith("binac-sandbox-")}
+    new_files = {
+        n for n in set(os.listdir(tempfile.gettempdir())) - folder if n.startswith("binac-sandbox-")
+    }
     print(f"processes left after close: {descendants()}; files left in tmp: {sorted(new_files)}")
     return good and not new_files
 

@@ -426,9 +426,29 @@ def _report(args: argparse.Namespace) -> int:
     if args.out is None and len(parents) > 1:
         raise ValueError("the runs lie in several folders; pass --out DIR for what compares them")
     out = args.out or args.run_dirs[0].parent
-    for path in report.write_report(args.run_dirs, out):
+    split = {run_dir: found for run_dir in args.run_dirs if (found := _splitter(run_dir))}
+    for path in report.write_report(args.run_dirs, out, split):
         print(path)
     return 0
+
+
+def _splitter(run_dir: Path) -> Callable[[Any], list[str]] | None:
+    """The tokens of a turn's record by the run's own tokenizer, None where it is not there."""
+    from megatron_binac.tokenizer import load_tokenizer
+
+    path = run_dir / "tokenizer" / "tokenizer.model"
+    if not path.is_file():
+        return None
+    tokenizer = load_tokenizer(path)
+
+    def split(turn: Any) -> list[str]:
+        # Records of older runs have no ids: there the text is split anew.
+        ids = turn.get("ids") or tokenizer.encode(turn["text"])
+        ids = [i for i in ids if i != tokenizer.end_id]
+        text = tokenizer.decode(ids)
+        return [text[start:end] for start, end in tokenizer.offsets(ids)]
+
+    return split
 
 
 def _compare(args: argparse.Namespace) -> int:

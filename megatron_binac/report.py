@@ -6,23 +6,22 @@ it draws, and nothing heavy before.
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_binac.report_charts import COLORS
+from megatron_binac.report_page import Split, page
 
 AXES = {"steps": "steps", "tokens": "generated tokens", "seconds": "seconds of training"}
 """What runs are compared at equal amounts of; seconds are without evaluation."""
 DECODINGS = ("sampled", "greedy")
 CONTROLS = ("acc_t2_shuffled", "acc_t2_none", "acc_t2_oracle")
 _SMOOTH = 5
-_NUM_TREES = 5
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +77,7 @@ def read_run(run_dir: Path) -> RunData:
         )
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     transcripts = run_dir / "transcripts.jsonl"
-    trees = _rows(transcripts)[-_NUM_TREES:] if transcripts.exists() else []
+    trees = _rows(transcripts) if transcripts.exists() else []
     return RunData(run_dir=run_dir, config=config, points=points, trees=trees)
 
 
@@ -117,18 +116,23 @@ def results_table(run_dirs: list[Path]) -> str:
     return "\n".join(parts)
 
 
-def _equal_amounts(runs: list[RunData], names: list[str]) -> list[str]:
+def _equal_rows(runs: list[RunData], names: list[str]) -> list[list[str]]:
+    """Head and rows: both accuracies of each run at the least amount that any has used."""
     limits = {axis: min(getattr(run.last, axis) for run in runs) for axis in AXES}
     heads = [f"at {limits[axis]:,.0f} {label}" for axis, label in AXES.items()]
     rows = [["recipe", *heads]]
     for name, run in zip(names, runs, strict=True):
         rows.append([name, *(_at(run, axis, limits[axis]) for axis in AXES)])
+    return rows
+
+
+def _equal_amounts(runs: list[RunData], names: list[str]) -> list[str]:
     return [
         "acc_t1 / acc_t2 at equal amounts (the least that any of the runs has used): held out and",
         "sampled, @ the step of that evaluation; ~ where none was near: training prompts, mean of "
         f"{_SMOOTH} steps.",
         "",
-        _markdown(rows),
+        _markdown(_equal_rows(runs, names)),
     ]
 
 
@@ -145,23 +149,30 @@ def _at(run: RunData, axis: str, limit: float) -> str:
     )
 
 
-def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
+def write_report(
+    run_dirs: list[Path], out: Path, split: Mapping[Path, Split] | None = None
+) -> list[Path]:
     """Write curves.png and report.html into each run folder, and for several runs a comparison.
 
-    The comparison (curves.png, results.md) goes to `out`. Returns the paths that were written.
+    The comparison (curves.png, results.md, report.html) goes to `out`. `split` knows the tokens of
+    a run's turns, where its tokenizer is there. Returns the paths that were written.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
+    split = split or {}
     paths: list[Path] = []
     for run in runs:
         curves = _curves([run])
         paths += [run.run_dir / "curves.png", run.run_dir / "report.html"]
         paths[-2].write_bytes(curves)
-        paths[-1].write_text(_page(run, curves), encoding="utf-8")
+        paths[-1].write_text(page([run], _names([run]), split), encoding="utf-8")
     if len(runs) > 1:
         out.mkdir(parents=True, exist_ok=True)
-        paths += [out / "curves.png", out / "results.md"]
-        paths[-2].write_bytes(_curves(runs))
-        paths[-1].write_text(results_table(run_dirs) + "\n", encoding="utf-8")
+        paths += [out / "curves.png", out / "results.md", out / "report.html"]
+        paths[-3].write_bytes(_curves(runs))
+        paths[-2].write_text(results_table(run_dirs) + "\n", encoding="utf-8")
+        names = _names(runs)
+        text = page(runs, names, split, _equal_rows(runs, names))
+        paths[-1].write_text(text, encoding="utf-8")
     return paths
 
 
@@ -180,7 +191,7 @@ def _curves(runs: list[RunData]) -> bytes:
         for column, (axis, label) in enumerate(AXES.items()):
             plot = grid[row][column]
             for index, (name, run) in enumerate(zip(_names(runs), runs, strict=True)):
-                _draw(plot, run, axis, turn, name, _COLORS[index % len(_COLORS)])
+                _draw(plot, run, axis, turn, name, COLORS[index % len(COLORS)])
             plot.grid(alpha=0.25)
             plot.set_ylim(0, 1)
             if row == 1:
@@ -213,117 +224,6 @@ def _draw(plot: Any, run: RunData, axis: str, turn: str, name: str, color: str) 
     ]
     xs = [getattr(p, axis) for p in evals]
     plot.errorbar(xs, values, margins, color=color, marker="o", markersize=3, capsize=2, label=name)
-
-
-# Page
-
-
-def _page(run: RunData, curves: bytes) -> str:
-    title = f"{run.config['recipe']} (seed {run.config['seed']})"
-    last = run.last
-    png = base64.b64encode(curves).decode("ascii")
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(str(run.run_dir))}: {last.steps:,} steps, {last.tokens:,} generated "
-        f"tokens, {last.seconds:,.0f} s of training.</p>",
-        f'<img alt="accuracy curves" src="data:image/png;base64,{png}">',
-        "<p>Points: held-out prompts, sampled, 95% intervals. Thin lines: play in training.</p>",
-        "<h2>Evaluation</h2>",
-        _eval_table(run),
-        "<h2>Time by phase</h2>",
-        _phase_table(run),
-        "<h2>Last numbers</h2>",
-        _html_table(
-            ["metric", "value"],
-            [[k, _number(v, 6)] for k, v in sorted(last.row.items()) if not k.startswith("eval/")],
-        ),
-        "<h2>Transcripts</h2>",
-        *(_tree(entry) for entry in run.trees),
-        "<h2>Config</h2>",
-        f"<pre>{html.escape(json.dumps(run.config, indent=2, sort_keys=True))}</pre>",
-    ]
-    return _PAGE.replace("@TITLE@", html.escape(title)).replace("@BODY@", "\n".join(body))
-
-
-def _eval_table(run: RunData) -> str:
-    if not run.evals:
-        return "<p>No evaluation yet.</p>"
-    first, last = run.evals[0], run.evals[-1]
-    keys = [key for key in last.row if key.startswith("eval/") and not key.endswith(("_lo", "_hi"))]
-    rows = [[key, _with_interval(first, key), _with_interval(last, key)] for key in keys]
-    return _html_table(["metric", f"after {first.steps} steps", f"after {last.steps} steps"], rows)
-
-
-def _phase_table(run: RunData) -> str:
-    """Seconds of each phase over the whole run, a step, and as a share."""
-    total: Counter[str] = Counter()
-    for point in run.points:
-        for key, value in point.row.items():
-            if key.startswith("time/") and value is not None:
-                total[key.removeprefix("time/")] += value
-    whole = total.pop("step", 0.0)
-    steps = max(1, sum(p.steps > 0 for p in run.points))
-    rows = [
-        [name, f"{s:,.2f}", f"{s / steps:.4f}", f"{s / whole:.1%}" if whole else "-"]
-        for name, s in [*total.most_common(), ("all", whole)]
-    ]
-    return _html_table(["phase", "seconds", "seconds a step", "share"], rows)
-
-
-def _tree(entry: dict[str, Any]) -> str:
-    """One tree as nested lists; whatever is not a `tree_record` is shown as JSON."""
-    tree, step = entry["tree"], entry["step"]
-    if not (isinstance(tree, dict) and {"prompt", "attempts", "feedbacks"} <= tree.keys()):
-        return f"<h3>Step {step}</h3><pre>{html.escape(json.dumps(tree, indent=2))}</pre>"
-    items = []
-    for index, attempt in enumerate(tree["attempts"]):
-        told = [z for z in tree["feedbacks"] if z["attempt"] == index]
-        inner = "".join(f"<li>{_turn('feedback', z)}{_answers(z)}</li>" for z in told)
-        items.append(f"<li>{_turn('attempt', attempt)}{f'<ul>{inner}</ul>' if told else ''}</li>")
-    gold = html.escape(str(tree.get("gold", "")))
-    return (
-        f"<h3>Step {step}: {html.escape(str(tree['prompt']))}</h3>"
-        f"<p>verified answer: {gold}</p><ul>{''.join(items)}</ul>"
-    )
-
-
-def _answers(feedback: dict[str, Any]) -> str:
-    items = [_turn("revision", turn) for turn in feedback.get("revisions", [])]
-    items += [_turn("probe", turn) for turn in feedback.get("probes", [])]
-    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
-
-
-def _turn(kind: str, turn: dict[str, Any]) -> str:
-    notes = [f"{name} {turn[name]:g}" for name in ("reward", "advantage") if name in turn]
-    return (
-        f"<b>{kind}</b> <code>{html.escape(str(turn['text']))}</code> "
-        f"<small>{html.escape(', '.join(notes))}</small>"
-    )
-
-
-def _html_table(head: list[str], rows: list[list[str]]) -> str:
-    def line(cells: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>@TITLE@</title>
-<meta name="viewport" content="width=device-width">
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-img { max-width: 100%; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #ccc; padding: .15rem .8rem; text-align: left; }
-pre, code { background: #f4f4f4; padding: .1rem .3rem; }
-pre, code { white-space: pre-wrap; overflow-wrap: anywhere; }
-small { color: #555; }
-</style></head>
-<body>
-@BODY@
-</body></html>
-"""
 
 
 # Small parts

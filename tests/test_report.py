@@ -157,8 +157,9 @@ def test_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) -> N
     assert curves == run_dir / "curves.png"
     assert curves.read_bytes().startswith(PNG)
     text = page.read_text(encoding="utf-8")
-    assert "data:image/png;base64," in text
     assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "url(" not in text
+    assert "@import" not in text
     assert "<script" not in text
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; more" in text
     assert "&lt;b&gt;look again&lt;/b&gt;" in text
@@ -174,7 +175,7 @@ def test_comparison_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     dirs = [write_run(tmp_path / "runs" / name, recipe=name) for name in ("a", "b")]
     assert cli.main(["report", *map(str, dirs)]) == 0
     out = capsys.readouterr().out
-    for path in (tmp_path / "runs" / "curves.png", tmp_path / "runs" / "results.md"):
+    for path in (tmp_path / "runs" / name for name in ("curves.png", "results.md", "report.html")):
         assert f"{path}\n" in out
         assert path.is_file()
     assert (tmp_path / "runs" / "results.md").read_text().strip() in out

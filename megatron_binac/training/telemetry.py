@@ -182,7 +182,7 @@ class Telemetry:
 
 
 def tree_record(tree: Tree) -> dict[str, Any]:
-    """A tree as JSON: the texts, rewards and credits, without ids and log-probs."""
+    """A tree as JSON: the texts with their ids, rewards and credits, without log-probs."""
     return {
         "prompt": tree.prompt.text,
         "gold": tree.prompt.gold,
@@ -203,7 +203,10 @@ def tree_record(tree: Tree) -> dict[str, Any]:
 
 def _turn_record(turn: Turn) -> dict[str, Any]:
     advantage = round(float(turn.advantage), 6)
-    record = {"text": turn.text, "advantage": advantage, "finish": turn.finish}
+    record: dict[str, Any] = {"text": turn.text, "advantage": advantage, "finish": turn.finish}
+    record["ids"] = [int(i) for i in turn.ids]
+    if turn.token_advantages is not None:
+        record["token_advantages"] = [round(float(a), 6) for a in turn.token_advantages]
     return record if turn.grade is None else record | {"reward": turn.reward}
 
 

@@ -341,7 +341,7 @@ def test_tree_record_keeps_who_said_what_to_whom() -> None:
     assert [a["reward"] for a in record["attempts"]] == [1.0, 0.0]
     assert [(f["attempt"], f["text"]) for f in record["feedbacks"]] == [(1, "too big"), (1, "ok")]
     assert record["feedbacks"][1]["revisions"] == [
-        {"text": "5", "advantage": -1.0, "finish": "stop", "reward": 0.0}
+        {"text": "5", "advantage": -1.0, "finish": "stop", "reward": 0.0, "ids": [2]}
     ]
     assert "reward" not in record["feedbacks"][0]
     assert record["feedbacks"][0]["probes"] == []

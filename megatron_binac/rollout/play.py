@@ -7,9 +7,9 @@ attempts, C criticised attempts, F feedbacks, M revisions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from megatron_binac.config import RolloutConfig
 from megatron_binac.rollout.critics import TextCritic
 from megatron_binac.rollout.engine import Engine
 from megatron_binac.seeds import name_seed
-from megatron_binac.tasks.base import Cursor, Task
+from megatron_binac.tasks.base import Cursor, Task, for_critic
+from megatron_binac.tasks.grading import grade_all
 from megatron_binac.tokenizer import Tokenizer
 from megatron_binac.types import Completion, Grade, Prompt, Sampling, Tree, Turn, TurnKind
 
@@ -89,9 +90,10 @@ class Players:
         sampling: Sampling,
     ) -> list[Turn]:
         """One feedback per (problem, attempt), by the critic policy or by the text critic."""
+        shown = shown_to_critic(self.task, prompts, [y.text for y in attempts])
         contexts = [
             self.template.feedback_ids(p, self.spoken(y.ids))
-            for p, y in zip(prompts, attempts, strict=True)
+            for p, y in zip(shown, attempts, strict=True)
         ]
         if self.text_critic is None:
             if self.critic is None:
@@ -125,13 +127,9 @@ class Players:
             if not turn.failed:  # it has no text, as an empty answer has, which is judged
                 first.setdefault(key, i)
         todo = list(first.values())
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        mine = [(i, judge(self.task, prompts[i], turns[i].text)) for i in todo[rank::world]]
-        parts = [mine]
-        if world > 1:
-            parts = [[] for _ in range(world)]
-            dist.all_gather_object(parts, mine)
-        judged = {keys[i]: grade for part in parts for i, grade in part}
+        pairs = [(prompts[i], turns[i].text) for i in todo]
+        grades = shared_out(lambda mine: grade_all(self.task, mine), pairs)
+        judged = {keys[i]: grade for i, grade in zip(todo, grades, strict=True)}
         for key, turn in zip(keys, turns, strict=True):
             if turn.failed:
                 turn.grade = Grade(
@@ -141,19 +139,34 @@ class Players:
                 turn.grade = judged[key]
 
 
-def judge(task: Task, prompt: Prompt, text: str) -> Grade:
-    """The task's verdict; a verifier that breaks is "failed", which is counted and is not
-    "wrong"."""
-    start = time.perf_counter()
-    try:
-        return task.grade(prompt, text)
-    except (
-        Exception
-    ) as error:  # the boundary to model text: whatever it provokes must not end the run
-        reason = f"{type(error).__name__}: {error}"
-        return Grade(
-            score=0.0, parsed=None, reason=reason, failed=True, seconds=time.perf_counter() - start
-        )
+def shown_to_critic(
+    task: Task, prompts: Sequence[Prompt], attempt_texts: Sequence[str]
+) -> list[Prompt]:
+    """`tasks.base.for_critic` of many attempts: each is looked at on one rank, and once."""
+    pairs = list(zip(prompts, attempt_texts, strict=True))
+    if getattr(task, "observe", None) is None:
+        return list(prompts)
+    distinct = list({(p.id, text): (p, text) for p, text in pairs}.values())
+    seen = shared_out(lambda mine: [for_critic(task, p, text) for p, text in mine], distinct)
+    found = {(p.id, text): shown for (p, text), shown in zip(distinct, seen, strict=True)}
+    return [found[p.id, text] for p, text in pairs]
+
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+
+def shared_out(work: Callable[[list[Item]], list[Found]], items: list[Item]) -> list[Found]:
+    """`work` on a share of the items by each rank; all results in order, on every rank.
+
+    What a verifier finds may depend on the clock: ranks must not each find their own.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work(items)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts: list[list[Found]] = [[] for _ in range(world)]
+    dist.all_gather_object(parts, work(items[rank::world]))
+    return [parts[i % world][i // world] for i in range(len(items))]
 
 
 def _say_once(
@@ -233,9 +246,7 @@ def play_telling(
     kept: list[Tree] = []
     flat: list[Tree] = []
     for _ in range(1 + rollout.resample):
-        grown = attempt(
-            players, cursor.take(rollout.prompts_per_step - len(kept)), rollout, seed
-        )
+        grown = attempt(players, cursor.take(rollout.prompts_per_step - len(kept)), rollout, seed)
         flat += [tree for tree in grown if not tells(tree)]
         kept += [tree for tree in grown if tells(tree)]
         if len(kept) == rollout.prompts_per_step:
@@ -275,9 +286,7 @@ def criticise(players: Players, trees: Sequence[Tree], rollout: RolloutConfig, s
         for g in tree.criticised:
             prompts += [tree.prompt] * rollout.feedbacks
             attempts += [tree.attempts[g]] * rollout.feedbacks
-            seeds += [
-                seed(tree.prompt, "feedback", g, f, *again) for f in range(rollout.feedbacks)
-            ]
+            seeds += [seed(tree.prompt, "feedback", g, f, *again) for f in range(rollout.feedbacks)]
     turns = iter(
         players.feedback(prompts, attempts, seeds, players.sampling(rollout, "feedback"))
         if prompts
@@ -353,12 +362,7 @@ def generated_tokens(trees: Sequence[Tree], *, probes: bool = False) -> int:
     """
     if probes:
         return sum(len(t.ids) for tree in trees for ys in tree.probes for y in ys for t in y)
-    return sum(
-        len(t.ids)
-        for tree in trees
-        for kind in kinds_of(tree)
-        for t in tree.turns(kind)
-    )
+    return sum(len(t.ids) for tree in trees for kind in kinds_of(tree) for t in tree.turns(kind))
 
 
 def kinds_of(tree: Tree) -> tuple[TurnKind, ...]:

@@ -20,8 +20,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_binac.rollout.engine import Engine
+from megatron_binac.rollout.play import shared_out, shown_to_critic
 from megatron_binac.seeds import name_seed
-from megatron_binac.tasks.base import Task, for_critic
+from megatron_binac.tasks.base import Task
 from megatron_binac.tasks.grading import grade_all
 from megatron_binac.tokenizer import Tokenizer
 from megatron_binac.types import Completion, Grade, Prompt, Sampling, Split
@@ -249,7 +250,7 @@ def play_chains(
         assert critic is not None
         said = [actor.spoken(c) for c in answers]
         texts = [item["answers"][-1]["text"] for item in items]
-        shown = [for_critic(task, p, y) for p, y in zip(prompts, texts, strict=True)]
+        shown = shown_to_critic(task, prompts, texts)
         heard = [_across(actor, critic, ids, y) for ids, y in zip(said, texts, strict=True)]
         rows = zip(shown, heard, strict=True)
         contexts = ask(critic.template, critic.template.feedback_ids, rows)
@@ -336,13 +337,7 @@ def _graded(task: Task, pairs: list[tuple[Prompt, str]]) -> list[Grade]:
         if (prompt.id, text) not in places:
             places[prompt.id, text] = len(distinct)
             distinct.append((prompt, text))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        grades = grade_all(task, distinct)
-    else:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        parts: list[list[Grade]] = [[] for _ in range(world)]
-        dist.all_gather_object(parts, grade_all(task, distinct[rank::world]))
-        grades = [parts[i % world][i // world] for i in range(len(distinct))]
+    grades = shared_out(lambda mine: grade_all(task, mine), distinct)
     return [grades[places[p.id, text]] for p, text in pairs]
 
 

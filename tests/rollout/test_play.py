@@ -9,8 +9,9 @@ import numpy as np
 from helpers_toy import END_ID, JUNK, ONE, PIECES, ZERO, ToyTokenizer, Xor, toy_config, toy_players
 
 from megatron_binac.rollout.batch import actor_turns, sequences
-from megatron_binac.rollout.play import Players, generated_tokens, judge, play, replay
+from megatron_binac.rollout.play import Players, generated_tokens, play, replay
 from megatron_binac.rollout.scripted_engine import ScriptedEngine
+from megatron_binac.tasks.grading import judge
 from megatron_binac.types import Grade, Prompt, Sampling, Tree
 
 CONFIG = toy_config()

@@ -39,7 +39,11 @@ class Pulse:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._hang_s, self._now = folder / f"rank_{rank:05d}.json", hang_s, now
-        self._stack: IO[str] = open(self._path.with_suffix(".stack"), "w")  # noqa: SIM115
+        stack = self._path.with_suffix(".stack")
+        if stack.exists() and stack.stat().st_size:
+            # What a life before this one has left is the reason why this one began.
+            stack.replace(stack.with_name(f"{stack.name}.{int(stack.stat().st_mtime)}"))
+        self._stack: IO[str] = open(stack, "w")  # noqa: SIM115
         self._count = 0
         self._borders: deque[tuple[int, str, float]] = deque(maxlen=KEPT)
         self._facts = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
@@ -99,16 +103,17 @@ class RankLife:
     late_s: float
     """Mean time by which it enters a phase after the first rank that does; the straggler leads."""
     stack: str
-    """Its stacks, "" where none were written."""
+    """The stacks of its threads, of this life or an earlier one; "" where none were written."""
 
 
 def read(run_dir: Path, now: float) -> list[RankLife]:
     """All ranks that have left a sign of life in `run_dir`, by rank."""
     rows: list[dict[str, Any]] = []
     for path in sorted((run_dir / "pulse").glob("rank_*.json")):
-        stack = path.with_suffix(".stack")
         row = json.loads(path.read_text(encoding="ascii"))
-        rows.append(row | {"stack": stack.read_text() if stack.exists() else ""})
+        current = path.with_suffix(".stack")
+        texts = [p.read_text() for p in [*sorted(path.parent.glob(f"{current.name}.*")), current]]
+        rows.append(row | {"stack": next((text for text in reversed(texts) if text), "")})
     late_s = lateness([{c: t for c, _, t in row["borders"]} for row in rows])
     return [
         RankLife(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,26 @@ def test_own_task(tmp_path: Path) -> None:
     for line in lines:
         number, gold = line.split("2 *")[1].split(":")[0].split("=")
         assert int(gold) == 2 * int(number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("nemo_run") is None, reason="needs NeMo-Run: the extra `launch`")
+def test_slurm_experiment(tmp_path: Path) -> None:
+    """Only shown: what it would submit waits for both trainings, however they end."""
+    example = ROOT / "examples" / "slurm_experiment.py"
+    profile = ROOT / "examples" / "slurm_local.toml"
+    done = subprocess.run(
+        [sys.executable, str(example), str(profile), str(tmp_path / "mine")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --account=project") == 3
+    assert "nemo_run.core.runners.fdl_runner" in done.stdout
 
 
 def test_every_example_is_tested_and_listed() -> None:

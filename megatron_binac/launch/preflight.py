@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_binac import run_folder
-from megatron_binac.config import Config, ModelConfig, RoleConfig
+from megatron_binac.config import Config, ParallelConfig, RoleConfig
 from megatron_binac.launch import slurm
 from megatron_binac.launch.site import SECRET_NAME, Site, seconds
 from megatron_binac.launch.stages import Experiment
+from megatron_binac.planner import hardware
+from megatron_binac.planner import memory as memory_of
+from megatron_binac.planner.shapes import Shape
 
 RESERVED = "/nemo_run"
 """NeMo-Run replaces this text by a job's folder wherever it stands in a script."""
-PARAMETER_BYTES = 4 + 4 + 8
-"""fp32 weight, gradient, and the two moments of Adam."""
+SAVED_BYTES = 4 + 4 + 8
+"""Of a parameter in a checkpoint: its weight, its fp32 copy, two moments of Adam."""
 GIB = 2**30
 
 
@@ -199,7 +202,7 @@ def limits(site: Site) -> Iterator[Violation]:
 
 
 def container(site: Site) -> Iterator[Violation]:
-    """Image and mounts of pyxis, as far as this node can see them; the interpreter without it."""
+    """Image and mounts, as far as this node can see them; the interpreter without a container."""
     image = site.container_image
     if image.startswith(("/", "./")) and not Path(image).is_file():
         yield Violation(
@@ -222,13 +225,8 @@ def container(site: Site) -> Iterator[Violation]:
                 fix="make it, or mend container_mounts",
             )
     if image:
-        if shutil.which("srun") and "--container-image" not in slurm.call("srun", "--help"):
-            yield Violation(
-                what="image",
-                found="container_image is set, but this Slurm has no pyxis (srun --help)",
-                fix="leave container_image out and set python, or ask for pyxis",
-            )
-    elif site.container_mounts:
+        return
+    if site.container_mounts:
         yield Violation(
             what="mount",
             found="container_mounts without a container_image",
@@ -280,6 +278,14 @@ def cluster(site: Site, nodes: int, experiment: Experiment) -> list[Violation]:
         known = slurm.partitions()
         found = list(partition(site, nodes, known))
         found += memory(site, nodes, experiment, known)
+        if site.container_image and "--container-image" not in slurm.call("srun", "--help"):
+            found.append(
+                Violation(
+                    what="image",
+                    found="container_image is set, and this Slurm has no pyxis (srun --help)",
+                    fix="leave container_image out and set python, or ask for pyxis",
+                )
+            )
         if "associations" in slurm.enforced():
             found += account(site, slurm.associations(getpass.getuser()))
     except ValueError as error:
@@ -338,10 +344,8 @@ def partition(site: Site, nodes: int, known: Mapping[str, slurm.Partition]) -> I
 def memory(
     site: Site, nodes: int, experiment: Experiment, known: Mapping[str, slurm.Partition]
 ) -> Iterator[Violation]:
-    """Whether weights, gradients and optimizers of both roles fit into a node's memory.
-
-    For ranks without GPUs; what a GPU holds is for `binac plan`.
-    """
+    """Whether weights, gradients and optimizers of both roles fit: into a GPU where the profile
+    says which one, into the node's memory where there is none."""
     one = _partition(site, known)
     if one is None:
         return
@@ -353,17 +357,18 @@ def memory(
             fix="lower memory in the profile, or use another partition",
         )
         return
-    if site.gpus_per_node:
+    if site.gpus_per_node and not site.gpu:
         return
-    ranks = nodes * site.ranks_per_node
+    share = site.gpus_per_node / site.ranks_per_node if site.gpus_per_node else None
+    room = hardware.gpu(site.gpu).memory * share if share else mib * 2**20 / site.ranks_per_node
     for variant in experiment.variants:
-        needed = site.ranks_per_node * rank_bytes(variant.config, ranks)
-        if needed > mib * 2**20:
+        needed = rank_bytes(variant.config, nodes * site.ranks_per_node)
+        if needed > room:
             yield Violation(
                 what="memory",
-                found=f"{variant.name} takes at least {needed / GIB:.1f} GiB on each node, and the "
-                f"job has {mib / 1024:.1f} GiB",
-                fix="raise memory, tp or pp, use more nodes, or a smaller model",
+                found=f"{variant.name} takes at least {needed / GIB:.1f} GiB a rank, and has "
+                f"{room / GIB:.1f} GiB",
+                fix="raise memory, tp or pp, use more nodes, or a smaller model; see binac plan",
             )
 
 
@@ -396,7 +401,7 @@ def account(site: Site, held: Sequence[tuple[str, str, set[str]]]) -> Iterator[V
 
 def this_machine(site: Site, experiment: Experiment, ranks: int) -> Iterator[Violation]:
     """For ranks on this machine: memory, interpreter, and the port if one is asked for."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
     for variant in experiment.variants:
         needed = ranks * rank_bytes(variant.config, ranks)
         if needed > total and not site.gpus_per_node:
@@ -423,38 +428,39 @@ def this_machine(site: Site, experiment: Experiment, ranks: int) -> Iterator[Vio
 # Figures
 
 
-def parameters(model: ModelConfig, vocab: int) -> int:
-    """Parameters of a decoder, without what a split adds."""
-    head = model.hidden_size // model.num_attention_heads
-    attention = 2 * model.hidden_size**2 + 2 * model.hidden_size * model.num_query_groups * head
-    mlp = 3 * model.hidden_size * model.ffn_hidden_size
-    embeddings = vocab * model.hidden_size * (1 if model.tied_head else 2)
-    return model.num_layers * (attention + mlp + 2 * model.hidden_size) + embeddings
-
-
 def rank_bytes(config: Config, ranks: int) -> int:
-    """The least that one rank holds: weights, and where a role learns, its gradients and Adam."""
+    """The least that the fullest rank holds of both roles, by the planner: weights, gradients,
+    optimizer and reference, without activations and caches."""
     total = 0
-    for role in (config.actor, config.critic):
-        if role is None:
-            continue
-        split = role.parallel.tp * role.parallel.pp
-        held = parameters(role.model, config.task.vocab_size) / split
-        replicas = max(1, ranks // split)
-        sharded = replicas if role.optimizer.distributed else 1
-        total += int(held * (4 + (4 + 8 / sharded if role.train else 0)))
+    for role in _roles(config):
+        total += max(
+            memory_of.static_bytes(
+                Shape.of(role.model, config.task.vocab_size),
+                role.parallel,
+                dp=max(1, ranks // (role.parallel.tp * role.parallel.pp)),
+                stage=stage,
+                train=role.train,
+                reference=role.loss.kl_coef > 0,
+                precision=role.precision,
+                distributed=role.optimizer.distributed,
+            ).total
+            for stage in range(role.parallel.pp)
+        )
     return total
 
 
 def checkpoint_bytes(config: Config) -> int:
     """What the checkpoints of one run take: the newest ones, the first, and one being written."""
-    copies = config.keep_checkpoints + 2
-    num = sum(
-        parameters(role.model, config.task.vocab_size)
-        for role in (config.actor, config.critic)
-        if role is not None
-    )
-    return copies * num * PARAMETER_BYTES
+    whole = ParallelConfig()
+    num = 0
+    for role in _roles(config):
+        shape = Shape.of(role.model, config.task.vocab_size)
+        num += sum(shape.parameters_by_tensor(tp=whole.tp, pp=whole.pp, stage=0))
+    return (config.keep_checkpoints + 2) * num * SAVED_BYTES
+
+
+def _roles(config: Config) -> list[RoleConfig]:
+    return [role for role in (config.actor, config.critic) if role is not None]
 
 
 def _partition(site: Site, known: Mapping[str, slurm.Partition]) -> slurm.Partition | None:

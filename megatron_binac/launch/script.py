@@ -33,8 +33,9 @@ def of_rank(stage: Stage, site: Site, *, nproc: int | None = None) -> str:
     lines = ["set -euo pipefail", "export TERM=dumb"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.env.items()]
     for name in site.secrets:
-        missing = "is not in the environment of the job; export it and submit again"
-        lines.append(f': "${{{name}:?{missing}}}"')
+        # -v looks without expanding: an echoing shell (set -x) would print the value.
+        missing = f"binac: {name} is not in the environment of the job; export it, submit again"
+        lines.append(f"[[ -v {name} ]] || {{ echo {shlex.quote(missing)} >&2; exit 2; }}")
     lines += site.setup
     if site.code == "installed":
         lines.append(f"cd {shlex.quote(site.workdir)}")

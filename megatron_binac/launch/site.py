@@ -36,6 +36,8 @@ class Site:
     """Limit of one job, in Slurm's words ([days-]hours:minutes:seconds, or minutes)."""
     ranks_per_node: int = 1
     gpus_per_node: int = 0
+    gpu: str = ""
+    """What `binac plan --gpu` calls them; with it their memory is checked."""
     cpus_per_rank: int = 0
     """0 is what Slurm gives."""
     memory: str = ""
@@ -115,7 +117,8 @@ def from_dict(tree: dict[str, Any]) -> Site:
 
 def to_dict(site: Site) -> dict[str, Any]:
     """Plain values that `from_dict` takes back."""
-    return dataclasses.asdict(site)
+    plain = dataclasses.asdict(site)
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
 
 
 def seconds(text: str) -> int:

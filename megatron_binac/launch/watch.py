@@ -171,17 +171,21 @@ def ranks(request: Request) -> str:
 
 
 def stacks(request: Request) -> str:
-    """The stacks of every rank: those of a hang, else asked of the running jobs by SIGUSR2."""
+    """The stacks of every rank: asked of running jobs by SIGUSR2, else those of the last hang."""
     runs = [Path(request.folder) / v.name for v in request.experiment().variants]
-    if not any(life.stack for run_dir in runs for life in pulse.read(run_dir, time.time())):
-        for job in _live_jobs(request):
-            slurm.call("scancel", "--signal=USR2", job)
-        until = time.monotonic() + STACKS_WAIT_S
-        while time.monotonic() < until:
-            lives = [life for run_dir in runs for life in pulse.read(run_dir, time.time())]
-            if lives and all(life.stack for life in lives):
-                break
-            time.sleep(0.5)
+
+    def sizes() -> list[int]:
+        return [p.stat().st_size for run_dir in runs for p in run_dir.glob("pulse/*.stack")]
+
+    before = sizes()
+    running = [job for job in _live_jobs(request) if slurm.jobs([job])[0].state == "RUNNING"]
+    for job in running:
+        slurm.call("scancel", "--signal=USR2", job)
+    until = time.monotonic() + STACKS_WAIT_S
+    while running and time.monotonic() < until:
+        if all(now > old for now, old in zip(sizes(), before, strict=False)):
+            break
+        time.sleep(0.5)
     parts: list[str] = []
     for run_dir in runs:
         for life in pulse.read(run_dir, time.time()):

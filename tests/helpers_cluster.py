@@ -1,0 +1,182 @@
+"""`binac launch` as a user on a login node calls it, with a task that has a pace of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tools" / "local_slurm.sh"
+PATIENCE_S = 420.0
+"""For what takes seconds on an idle machine."""
+
+# A problem of the train split takes PAUSE seconds to fetch; whoever finds the file HANG takes it
+# away and never comes back.
+PACED = '''
+import os, time
+from dataclasses import dataclass
+from megatron_binac.tasks.checksum import Checksum
+
+@dataclass(frozen=True, kw_only=True)
+class Paced(Checksum):
+    def prompt(self, split, index):
+        if split == "train":
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+            try:
+                os.rename(os.environ.get("HANG", ""), os.environ.get("HANG", "") + ".taken")
+            except OSError:
+                pass
+            else:
+                time.sleep(1e6)
+        return super().prompt(split, index)
+'''
+
+SETTINGS = (
+    *(
+        f"{role}.model.{size}"
+        for role in ("actor", "critic")
+        for size in ("num_layers=2", "hidden_size=32", "ffn_hidden_size=48")
+    ),
+    "num_steps=8",
+    "save_every=2",
+    "max_generated_tokens=0",
+    "rollout.prompts_per_step=6",
+    "rollout.attempts=4",
+    "rollout.criticised=2",
+    "rollout.feedbacks=2",
+    "rollout.revisions=2",
+    "eval.every=4",
+    "eval.num_prompts=6",
+    "track.tensorboard=false",
+    "task.name=paced",
+    *(f"warm_start.{role}.{s}" for role in ("actor", "critic") for s in ("steps=10", "batch=16")),
+)
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """The running cluster, and a folder that its nodes see."""
+
+    root: Path
+    work: Path
+    env: dict[str, str]
+    cwd: Path | None = None
+    """Where binac is called; None is `work`."""
+
+    def site(self, name: str, *, env: dict[str, str] | None = None, **changes: Any) -> Path:
+        """Write a profile of this cluster; `changes` replace its keys."""
+        variables = {"PYTHONPATH": f"{self.work / 'tasks'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        keys: dict[str, Any] = {
+            "account": "project",
+            "partition": "main",
+            "workdir": str(self.work),
+            "python": sys.executable,
+            "time": "00:20:00",
+            "stop_before_s": 60,
+            "hang_s": 300,
+        } | changes
+        lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        variables |= env or {}
+        lines += ["[env]", *(f"{key} = {json.dumps(value)}" for key, value in variables.items())]
+        path = self.work / f"{name}.toml"
+        path.write_text("\n".join(lines) + "\n", encoding="ascii")
+        return path
+
+    def binac(self, *argv: str | Path, code: int = 0) -> str:
+        """Call binac as a user on the login node does; what it prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_binac", *map(str, argv)],
+            cwd=self.cwd or self.work,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == code, f"binac {' '.join(map(str, argv))}\n{said}"
+        return said
+
+    def launch(self, profile: Path, folder: str, *argv: str, nodes: int = 2) -> Path:
+        """Launch the tiny recipe into `folder`; returns its path."""
+        flags = [part for text in SETTINGS for part in ("--set", text)]
+        place = self.work / folder
+        self.binac(
+            "launch", "quickstart", "--profile", profile, "--dir", place, "--nodes", str(nodes),
+            *flags, *argv,
+        )  # fmt: skip
+        return place
+
+    def status(self, place: Path) -> list[dict[str, Any]]:
+        return json.loads(self.binac("status", place, "--json"))
+
+    def line(self, place: Path, stage: str) -> dict[str, Any]:
+        """One stage as `binac status` sees it."""
+        return next(line for line in self.status(place) if line["stage"] == stage)
+
+    def wait_done(self, place: Path) -> list[dict[str, Any]]:
+        """Wait until every stage is done; fails at once where a job cannot get there any more."""
+
+        def over() -> bool:
+            states = [line["state"] for line in self.status(place)]
+            bad = {"failed", "cancelled", "timeout", "output is gone"} & set(states)
+            # A job that goes back into the queue looks failed for a moment.
+            if bad:
+                time.sleep(5)
+                again = {line["state"] for line in self.status(place)}
+                assert not bad & again, f"{again}\n{self.tail(place)}"
+            return set(states) == {"done"}
+
+        wait_for(over, f"all stages of {place.name} to be done", lambda: self.tail(place))
+        return self.status(place)
+
+    def tail(self, place: Path) -> str:
+        return self.binac("status", place) + self.binac("logs", place, "--tail", "25")
+
+    def slurm(self, *words: str) -> str:
+        return subprocess.run(
+            words, env=self.env, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+
+    def control(self, *words: str) -> None:
+        """`tools/local_slurm.sh WORDS`: down NODE, up NODE."""
+        subprocess.run([SCRIPT, *words, "--root", self.root], check=True, timeout=300)
+
+    def kill_rank(self, run_dir: Path, rank: int, number: int = signal.SIGKILL) -> None:
+        """A signal to one rank, found by its run folder and its number, on whichever node."""
+        # The parent before what it has forked.
+        for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                env = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            numbers = {f"SLURM_PROCID={rank}".encode(), f"RANK={rank}".encode()}
+            trains = {str(run_dir).encode(), b"megatron_binac"} <= {*words}
+            if trains and b"torch.distributed.run" not in words and numbers & {*env}:
+                os.kill(int(process.name), number)
+                return
+        raise AssertionError(f"no rank {rank} of {run_dir} is alive")
+
+
+def wait_for(good: Callable[[], bool], what: str, facts: Callable[[], str] = str) -> None:
+    """Ask again and again until it is so; AssertionError with the facts where it never is."""
+    until = time.monotonic() + PATIENCE_S
+    while not good():
+        assert time.monotonic() < until, f"waited {PATIENCE_S:.0f} s for {what}\n{facts()}"
+        time.sleep(0.5)
+
+
+def steps_made(run_dir: Path) -> int:
+    """Steps that a run has finished, by its metrics."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return sum('"step": -1' not in line for line in text.split("\n")[:-1])

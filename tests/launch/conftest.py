@@ -1,0 +1,57 @@
+"""A Slurm cluster for the session; without it the tests that need one are skipped and say why.
+
+BINAC_REQUIRE_SLURM=1 makes that a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from helpers_cluster import PACED, ROOT, SCRIPT, Cluster
+
+NODES = 4
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NEMORUN_HOME")
+
+
+def _unavailable(reason: str) -> None:
+    if os.environ.get("BINAC_REQUIRE_SLURM"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster that is there until the session ends, however it ends."""
+    if importlib.util.find_spec("nemo_run") is None:
+        _unavailable("needs NeMo-Run: pip install -c constraints.txt -e '.[launch]'")
+    work = tmp_path_factory.mktemp("launch")
+    root = tmp_path_factory.mktemp("slurm")
+    started = subprocess.run(
+        [SCRIPT, "start", "--root", root, "--nodes", str(NODES), "--watch", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    try:
+        if started.returncode != 0:
+            _unavailable(f"needs a Slurm cluster: {started.stderr.strip().splitlines()[-1]}")
+        package = work / "tasks"
+        facts = package / "paced-1.0.dist-info"
+        facts.mkdir(parents=True)
+        (package / "paced.py").write_text(PACED)
+        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: paced\nVersion: 1.0\n")
+        (facts / "entry_points.txt").write_text("[megatron_binac.tasks]\npaced = paced:Paced\n")
+        env = {k: v for k, v in os.environ.items() if k not in FOREIGN}
+        env |= {
+            "SLURM_CONF": str(root / "etc" / "slurm.conf"),
+            "PYTHONPATH": f"{package}:{ROOT}",
+            "A_SECRET": "swordfish",
+        }
+        yield Cluster(root=root, work=work, env=env)
+    finally:
+        subprocess.run([SCRIPT, "remove", "--root", root], check=False, timeout=300)

@@ -135,6 +135,7 @@ class ValueHead:
                 value_N, value_N.detach(), target_N, ones_N, clip=None
             )
         (gradient,) = torch.autograd.grad(loss, self.weight)
+        gradient = gradient.contiguous()  # of a rank without tokens it is one number, expanded
         names = ("value_sum", "target_sum", "squared_error_sum")
         sums = torch.stack([stats[name].double() for name in names])
         dist.all_reduce(gradient)

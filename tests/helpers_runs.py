@@ -109,11 +109,13 @@ def tensors(run_dir: Path, step: int, role: str) -> dict[str, Any]:
     return flat
 
 
-def assert_same_checkpoint(a: Path, b: Path, step: int) -> None:
+def assert_same_checkpoint(
+    a: Path, b: Path, step: int, *, roles: tuple[str, ...] = ("actor", "critic")
+) -> None:
     """Weights, optimizers, schedules, cursor and open block are equal to the last bit."""
     import torch
 
-    for role in ("actor", "critic"):
+    for role in roles:
         left, right = tensors(a, step, role), tensors(b, step, role)
         assert left.keys() == right.keys()
         assert len(left) > 20

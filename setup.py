@@ -70,6 +70,14 @@ setup(
         # leptonai 0.40 has lost a module that nemo_run imports.
         "launch": ["nemo_run>=0.11", "leptonai>=0.26.6,<0.40"],
         "tasks": ["math-verify>=0.7", "reasoning-gym>=0.1.20", "datasets>=3", "tokenizers>=0.20"],
+        # Public models: weights, tokenizers, chat templates; transformers to check against.
+        "hf": [
+            "transformers>=4.50",
+            "tokenizers>=0.20",
+            "safetensors>=0.4.3",
+            "gguf>=0.10",
+            "jinja2>=3.1",
+        ],
         "track": ["wandb>=0.18"],
         "kernels": ["triton>=3.6; platform_system == 'Linux'"],
         "dev": [

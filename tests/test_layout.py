@@ -30,6 +30,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (5, ("rollout.*", "rollout", "objectives.*", "objectives")),
     (6, ("training.telemetry",)),
     (7, ("training.loop*", "training.trees", "training.warm_start", "training.pretrained")),
+    (7, ("training.engines",)),
     (8, ("training.*", "training")),
     (9, ("benchmark.*", "benchmark", "launch.*", "launch", "doctor")),
     (10, ("cli", "__main__")),

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_binac import packing
 from megatron_binac.algo.losses import finalize_stats, merge_stats
 from megatron_binac.config import LossConfig, RoleConfig
-from megatron_binac.models import cpu
+from megatron_binac.models import contract, cpu
 from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
 from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
@@ -187,7 +187,9 @@ class MegatronLearner:
         steps = max(_num_updates(term) for term in live)
         rows = self._rows(live, keep_old=steps > 1)
         for _ in range(steps):
-            values = self._step(rows)
+            values = contract.summarize(self._step(rows))
+        if dist.get_rank() == 0:
+            contract.alarm(self.role, values, self.config.mismatch_alarm)
         return values
 
     def _rows(self, terms: Sequence[Term], *, keep_old: bool) -> list[Rows]:

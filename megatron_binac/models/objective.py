@@ -14,6 +14,7 @@ from megatron_binac.algo import distill
 from megatron_binac.algo.losses import PolicyLossConfig, nll_loss
 from megatron_binac.config import LossConfig
 from megatron_binac.kernels import policy_loss, topk_divergence
+from megatron_binac.models import contract
 from megatron_binac.models.forward import MicroBatch, Scorer
 from megatron_binac.terms import CrossEntropy, Distill, FirstPrompt, Shaped, Term, TermLoss
 
@@ -133,10 +134,11 @@ def _values(
     if isinstance(loss, Shaped):
         return distill.critique_grpo_loss(logprob_T, advantage_T, mask_T, loss.gamma)
     assert isinstance(loss, LossConfig)
-    return policy_loss(
+    # With one step a batch the log-probs of the same forward pass are the old ones: ratio 1.
+    old_T = logprob_T.detach() if old_T is None else old_T
+    loss_sum, stats = policy_loss(
         logprob_T,
-        # With one step a batch the log-probs of the same forward pass are the old ones: ratio 1.
-        logprob_T.detach() if old_T is None else old_T,
+        old_T,
         advantage_T,
         mask_T,
         policy_config(loss),
@@ -146,6 +148,7 @@ def _values(
         cu_seqlens=cu_seqlens,
         weight_T=weight_T,
     )
+    return loss_sum, {**stats, **contract.counts(old_T, engine_T, mask_T)}
 
 
 def _distill(

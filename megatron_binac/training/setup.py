@@ -28,13 +28,13 @@ from megatron_binac.config import Config, RoleConfig, RoleWarmStart
 from megatron_binac.kernels import choose_backend
 from megatron_binac.models import checkpoint, cpu
 from megatron_binac.models.learner import MegatronLearner
+from megatron_binac.models.offload import Offload, TakesTurns
 from megatron_binac.models.parallel import build_groups, start_distributed
 from megatron_binac.models.scratch import scratch
 from megatron_binac.models.value_head import ValueHead
 from megatron_binac.rollout.critics import ConstantCritic, RuleCritic, TextCritic
 from megatron_binac.rollout.evaluate import evaluate
 from megatron_binac.rollout.http_critic import HttpCritic
-from megatron_binac.rollout.megatron_engine import MegatronEngine
 from megatron_binac.rollout.play import Players
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
@@ -42,6 +42,7 @@ from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
 from megatron_binac.terms import Term
 from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megatron_binac.training import pretrained
+from megatron_binac.training.engines import build_engine
 from megatron_binac.training.loop import CriticCollapse, Run, publish, train
 from megatron_binac.training.telemetry import Clock, Telemetry
 from megatron_binac.training.trees import trees_from_json, trees_to_json
@@ -192,13 +193,10 @@ def build_players(
             "chosen: device %s, kernels %s, packing %s", cpu.device(), backend, packing.backend()
         )
     engines = {
-        role: MegatronEngine(learner, max_sequences=config.rollout.max_sequences_per_batch)
-        for role, learner in learners.items()
+        role: build_engine(config, role, learner, run_dir) for role, learner in learners.items()
     }
     if config.shared_policy:
-        engines["critic"] = MegatronEngine(
-            learners["actor"], max_sequences=config.rollout.max_sequences_per_batch
-        )
+        engines["critic"] = build_engine(config, "critic", learners["actor"], run_dir)
     players = Players(
         actor=engines["actor"],
         critic=engines.get("critic"),
@@ -352,8 +350,26 @@ def _build_run(
         if head is not None:
             head.restore(state["value_head"])
         run.telemetry.note(f"resumed from {path}: step {first_step} comes next")
+    if config.offload_idle:
+        _take_turns(run, learners)
     publish(run)
     return run
+
+
+def _take_turns(run: Run, learners: dict[str, MegatronLearner]) -> None:
+    """Keep what is not needed in host memory from here on."""
+    engines = [e for e in (run.players.actor, run.players.critic) if hasattr(e, "rest")]
+    offload = Offload(learners, engines)
+    turns = {role: TakesTurns(learner, offload) for role, learner in learners.items()}
+    run.actor = turns["actor"]
+    run.critic = run.actor if run.config.shared_policy else turns.get("critic")
+    save = run.save
+
+    def save_whole(step: int) -> None:
+        with offload.whole():
+            save(step)
+
+    run.save = save_whole
 
 
 @contextmanager

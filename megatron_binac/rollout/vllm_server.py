@@ -1,0 +1,282 @@
+"""Sampling by vLLM servers on other nodes, refitted every step.
+
+The first rank of the job talks to every server over HTTP and hands the answers to the others.
+Servers are started by hand or by a launcher, with what `COMMAND` says; several are replicas that
+share the prompts out. New weights go by files on a disk that both sides see, over CUDA IPC, or over
+NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_binac.models import cpu
+from megatron_binac.rollout.refit import BUCKET_BYTES, Checksum, Folder, Report, log_first
+from megatron_binac.rollout.vllm_engine import (
+    Weights,
+    completion,
+    gpu_sender,
+    ipc_json,
+    sampling_fields,
+    write_once,
+)
+from megatron_binac.types import Completion, Sampling
+
+COMMAND = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --skip-tokenizer-init "
+    "--load-format dummy --logprobs-mode raw_logprobs --enable-prefix-caching "
+    "--worker-extension-cls megatron_binac.rollout.vllm_engine.WorkerExtension "
+    """--weight-transfer-config '{"backend": "binac"}'"""
+)
+"""How a server is started. FOLDER holds a config.json; the backend is `binac` for files,
+`binac_ipc` or `binac_nccl`; with a training temperature other than 1, the mode is
+`processed_logprobs`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """Where the servers of one role are and how they get its weights."""
+
+    urls: tuple[str, ...]
+    max_model_len: int
+    transport: Literal["file", "ipc", "nccl"] = "file"
+    refit_dir: Path | None = None
+    """Folder on a disk that this job and the servers see, for the transport `file`."""
+    bucket_bytes: int = BUCKET_BYTES
+    temperature: float = 1.0
+    """Of the run: log-probs are taken at it."""
+    timeout_s: float = 600.0
+    max_parallel: int = 64
+    """Requests at once to one server."""
+    address: str = "127.0.0.1"
+    port: int = 29600
+    workers_per_server: int = 1
+    """For NCCL: where the servers' workers meet this job's first rank, and how many they are."""
+
+    def __post_init__(self) -> None:
+        if not self.urls or not all(u.startswith(("http://", "https://")) for u in self.urls):
+            raise ValueError(f"engine.urls is {self.urls}, expected addresses as http://host:8000")
+        if self.transport == "file" and self.refit_dir is None:
+            raise ValueError("engine.transport is 'file' without a folder; set engine.refit_dir")
+
+
+class VllmServerEngine:
+    """One role's engine over vLLM servers. See `Engine`."""
+
+    def __init__(self, weights: Weights, settings: ServerSettings) -> None:
+        self.weights, self.settings = weights, settings
+        self.version = -1
+        self.last: Report | None = None
+        """What the last refit moved."""
+        self._next = -1
+        self._raw = settings.temperature == 1.0
+        self._folder = Folder(settings.refit_dir) if settings.refit_dir is not None else None
+        self._pool = ThreadPoolExecutor(settings.max_parallel * len(settings.urls))
+        self._sender: Any = None
+        if settings.transport != "file":
+            self._sender = gpu_sender(
+                settings.transport,
+                self,
+                weights,
+                address=settings.address,
+                port=settings.port,
+                num_workers=len(settings.urls) * settings.workers_per_server,
+                bucket_bytes=settings.bucket_bytes,
+            )
+        else:
+            _on_first(lambda: self.init_weight_transfer_engine({}))
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
+        if len(prompts) != len(seeds):
+            raise ValueError(
+                f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each"
+            )
+        if self.version < 0:
+            raise ValueError("the servers have no weights yet; call publish first")
+        longest = max((len(p) for p in prompts), default=0)
+        if longest + sampling.max_tokens > self.settings.max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
+                f"max_model_len {self.settings.max_model_len}; raise model.max_sequence_length or "
+                "lower rollout.max_*_tokens"
+            )
+        num, urls = len(prompts), self.settings.urls
+
+        def ask_all() -> list[Completion]:
+            bodies = [
+                {
+                    "token_ids": [int(i) for i in p],
+                    "sampling_params": sampling_fields(sampling, seed, raw=self._raw),
+                }
+                for p, seed in zip(prompts, seeds, strict=True)
+            ]
+            # Neighbours share prompts, and a server caches prefixes: runs, not every n-th.
+            places = [urls[i * len(urls) // max(num, 1)] for i in range(num)]
+            return list(self._pool.map(lambda u, b: self._ask(u, b, sampling), places, bodies))
+
+        return _on_first(ask_all)
+
+    def _ask(self, url: str, body: dict[str, Any], sampling: Sampling) -> Completion:
+        """One answer; `failed` where the server gave none, or one of other weights."""
+        try:
+            choice = self._post(url, "inference/v1/generate", body)["choices"][0]
+            logprobs = [place["logprob"] for place in choice["logprobs"]["content"]]
+            versions = {span["version"] for span in choice.get("weight_versions") or ()}
+            good = choice["finish_reason"] in ("stop", "length")
+            if good and versions <= {str(self.version)}:
+                return completion(choice["token_ids"], logprobs, sampling, self.version)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            pass  # the boundary to a server: one prompt that fails must not end the step
+        return completion((), (), sampling, self.version)
+
+    def publish(self, version: int) -> None:
+        """Refit all servers: pause, load, drop what was cached, resume; then all must say the same.
+
+        Raises RuntimeError where a server has other weights than were sent, OSError where one
+        cannot be reached.
+        """
+        if version == self.version:
+            return
+        self.version, self._next = -1, version
+        _on_first(lambda: self._each("pause?mode=wait"))
+        start = time.perf_counter()
+        if self._sender is not None:
+            report = self._send_by_gpu(version)
+        else:
+            report = self._send_by_file(version)
+        report = replace(report, seconds=time.perf_counter() - start)
+        _on_first(lambda: self._check(report))
+        if self.last is None and dist.get_rank() == 0:
+            log_first(report, cpu.device())
+        self.version, self.last = version, report
+
+    def _send_by_file(self, version: int) -> Report:
+        assert self._folder is not None
+        report = write_once(self._folder, self.weights, version, self.settings.bucket_bytes)
+        path = str(self._folder.path(version).resolve())
+
+        def load() -> None:
+            self.start_weight_update()
+            self.update_weights({"path": path})
+            self.finish_weight_update()
+
+        _on_first(load)
+        return report
+
+    def _send_by_gpu(self, version: int) -> Report:
+        """vLLM's sender moves the bytes; what they are is counted in a pass of its own."""
+        checksum, num_bytes = Checksum(), 0
+        for name, tensor in self.weights.stream():
+            checksum.add(name, tensor)
+            num_bytes += tensor.numel() * tensor.element_size()
+        self._sender.send_weights()
+        return Report(
+            version=version,
+            checksum=checksum.hex(),
+            num_tensors=checksum.num_tensors,
+            num_bytes=num_bytes,
+            seconds=0.0,
+        )
+
+    def _check(self, report: Report) -> None:
+        want = (str(report.version), report.checksum, str(report.num_tensors))
+        self._each("reset_prefix_cache")
+        for url in self.settings.urls:
+            version = self._get(url, "weight_info")["weight_version"]
+            answer = self._post(url, "collective_rpc", {"method": "binac_received"})
+            for received in answer["results"]:
+                found = (version, *map(str, received))
+                if found != want:
+                    raise RuntimeError(
+                        f"after a refit {url} has version, checksum, tensors {found}, expected "
+                        f"{want}; it answers with other weights and is not to be used"
+                    )
+        self._each("resume")
+
+    def rest(self) -> None:
+        """Servers have memory of their own."""
+
+    def close(self) -> None:
+        """Let the servers go; they run on."""
+        self._pool.shutdown()
+
+    # ---- vLLM's four calls of a weight update, to all servers -----------------------------------
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """For NCCL every server's workers come after those of the servers before it."""
+        num = self.settings.workers_per_server
+
+        def start(number: int) -> None:
+            info = dict(init_info)
+            if "rank_offset" in info:
+                info["rank_offset"] += number * num
+            url = self.settings.urls[number]
+            self._post(url, "init_weight_transfer_engine", {"init_info": info})
+
+        list(self._pool.map(start, range(len(self.settings.urls))))
+
+    def start_weight_update(self) -> None:
+        self._each("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        if self.settings.transport == "ipc":
+            update_info = ipc_json(update_info)
+        self._each("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each("finish_weight_update", {"weight_version": weight_version or str(self._next)})
+
+    # ---- HTTP ----------------------------------------------------------------------------------
+
+    def _each(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """The same request to all servers at once."""
+        list(self._pool.map(lambda url: self._post(url, path, body or {}), self.settings.urls))
+
+    def _post(self, url: str, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return self._read(request)
+
+    def _get(self, url: str, path: str) -> Any:
+        return self._read(urllib.request.Request(f"{url.rstrip('/')}/{path}"))
+
+    def _read(self, request: urllib.request.Request) -> Any:
+        try:
+            with urllib.request.urlopen(request, timeout=self.settings.timeout_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            reason = error.read(400).decode(errors="replace")
+            raise OSError(f"{request.full_url} answered {error.code}: {reason}") from error
+        return json.loads(text) if text else None
+
+
+def _on_first(action: Callable[[], Any]) -> Any:
+    """Run on the first rank; its result, or what it raised, on all."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = action()
+        except (OSError, RuntimeError, ValueError) as error:
+            found[1] = error
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]

@@ -100,6 +100,10 @@ class Speed:
     """Peak memory of the step above what was allocated before it; nan on a CPU."""
 
 
+TURNS, TREES = 4096, 128
+"""Of a step: what the group and tree kernels of the paper roofline work on."""
+
+
 def roofline(size: Size) -> list[Floor]:
     """Operations and bytes of the kernels as they are scheduled, for bfloat16 with a main_grad.
 
@@ -131,6 +135,11 @@ def roofline(size: Size) -> list[Floor]:
         ("log-prob of given logits: backward", 6.0 * T * V, 4.0 * T * V),
         ("policy loss, gradient and statistics", 60.0 * T, 4.0 * 6 * T + T),
         ("GAE", 20.0 * T, 4.0 * 4 * T + T),
+        # Reward, group and valid in, advantage and trainable out; ids are compared pairwise, twice.
+        (f"group advantage, {TURNS} turns", 4.0 * TURNS**2, (4.0 + 8 + 1 + 4 + 1) * TURNS),
+        # A reward, a flag and a credit for each attempt, revision and probe; two for a feedback.
+        (f"tree credit, {TREES} trees of 8 x 4 x 4 x 2", 20.0 * 72 * TREES, 9.0 * 88 * TREES),
+        ("spread to tokens", 2.0 * T, 4.0 * T + T),
         ("top-k divergence: tail, two policies", 12.0 * T * V, 4.0 * T * V),
     ]
     return [

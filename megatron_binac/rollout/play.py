@@ -175,11 +175,15 @@ def _say_once(
     """Ask on the first rank and tell the others, so that all hear the same."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return critic.say(prompts, attempts, seeds)
-    box: list[list[str | None] | None] = [None]
+    box: list[Any] = [None]
     if dist.get_rank() == 0:
-        box[0] = critic.say(prompts, attempts, seeds)
+        try:
+            box[0] = critic.say(prompts, attempts, seeds)
+        except Exception as error:  # the others wait here: they have to hear of it
+            box[0] = error
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
+    if isinstance(box[0], Exception):
+        raise box[0]
     return box[0]
 
 

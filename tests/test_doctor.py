@@ -33,6 +33,9 @@ def test_json_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
         findings
     )
     assert findings["kernels"]["value"] in ("reference", "triton")
+    assert findings["layers"]["value"] in ("local", "transformer engine")
+    assert "megatron" in findings["engines"]["value"]
+    assert {"apex", "vllm", "fp8_tensorwise", "fp8_blockwise", "mxfp8"} <= set(findings)
     assert code == int(any(f["status"] == "problem" for f in findings.values()))
     for finding in findings.values():
         if finding["status"] != "ok":

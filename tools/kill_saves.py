@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+SERVER = multiprocessing.get_context("forkserver")
+"""Writers are forked from a process that has imported what they need."""
 
 
 def learner() -> object:
@@ -52,11 +56,12 @@ def set_weights(made: object, step: int) -> None:
             p.fill_(step + number / 64)
 
 
-def write_forever(folder: Path, background: bool) -> None:
+def write_forever(folder: Path, background: bool, say: Connection) -> None:
     """Save step after step, each on top of the newest good one; says when a step begins and when
     its save is over."""
     from megatron_binac.models import checkpoint
 
+    os.setpgid(0, 0)  # what it forks to write is killed with it
     made = learner()
     found = checkpoint.newest_good(folder, set_aside=True)
     step = 0 if found is None else int(found.name[5:])
@@ -64,36 +69,54 @@ def write_forever(folder: Path, background: bool) -> None:
     while True:
         step += 1
         set_weights(made, step)
-        print(f"begin {step}", flush=True)
+        say.send(("begin", step))
         checkpoint.save(folder, step, {"actor": made}, {}, keep=2, background=beside)
         if beside is not None:
             set_weights(made, -1)  # what is trained on meanwhile must not end up in the file
             beside.settle(wait=True)
-        print(f"saved {step}", flush=True)
+        say.send(("saved", step))
+
+
+def seconds_of_a_save(folder: Path) -> float:
+    """How long saves take here and now, so that kills come amid them."""
+    hear, say = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=write_forever, args=(folder, False, say))
+    process.start()
+    try:
+        times = []
+        while len(times) < 6:  # three saves: begin, saved
+            hear.recv()
+            times.append(time.monotonic())
+    finally:
+        process.kill()
+        process.join()
+    return (times[-1] - times[0]) / 3
 
 
 def killed_once(folder: Path, background: bool, wait: float) -> tuple[int, str]:
     """Start the writer, kill it `wait` seconds after its first save began; what it had reported as
     saved, and what the kill has left."""
-    command = [sys.executable, __file__, "--write", str(folder)]
-    command += ["--background"] if background else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
-    assert process.stdout is not None
+    hear, say = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=write_forever, args=(folder, background, say))
+    process.start()
+    say.close()
+    saved = 0
     try:
-        first = process.stdout.readline()
-        assert first.startswith("begin"), f"the writer ended: {first!r}"
+        assert hear.poll(300), "the writer does not begin"
+        assert hear.recv()[0] == "begin"
         time.sleep(wait)
     finally:
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read().split("\n")
-        process.wait()
-    saved = [int(line[6:]) for line in rest if line.startswith("saved ")]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+    with contextlib.suppress(EOFError):
+        while True:
+            what, step = hear.recv()
+            saved = max(saved, step if what == "saved" else 0)
     left = sorted(p.name for p in folder.iterdir() if p.name.startswith("."))
     kind = "amid a draft" if any(n.startswith(".step") for n in left) else "between two saves"
-    return max(saved, default=0), kind
+    return saved, kind
 
 
 def main() -> int:
@@ -101,21 +124,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--longest", type=float, default=1.5, help="seconds from a save to a kill")
     parser.add_argument("--background", action="store_true", help="only saves in the background")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.write is not None:
-        write_forever(args.write, args.background)
+    SERVER.set_forkserver_preload(["megatron_binac.models.checkpoint"])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = str(ROOT)
     from megatron_binac.models import checkpoint
 
     made, draw = learner(), random.Random(args.seed)
     counted: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="kill_saves") as name:
-        folder, newest = Path(name), 0
+        folder = Path(name)
+        longest = 4.0 * seconds_of_a_save(folder)
+        newest = int(checkpoint.newest_good(folder, set_aside=False).name[5:])
         for number in range(args.kills):
             background = args.background or number % 2 == 1
-            saved, kind = killed_once(folder, background, draw.uniform(0.0, args.longest))
+            saved, kind = killed_once(folder, background, draw.uniform(0.0, longest))
             counted[f"{kind}{', in the background' if background else ''}"] += 1
             newest = max(newest, saved)
             found = checkpoint.newest_good(folder, set_aside=False)
@@ -126,7 +150,7 @@ def main() -> int:
                 checkpoint.load(found, {"actor": made})
                 for place, p in enumerate(made.parameters()):
                     assert (p == step + place / 64).all(), f"kill {number + 1}: other numbers"
-    print(f"{args.kills} kills, a whole checkpoint after each (step {newest} at the end):")
+    print(f"{args.kills} kills within {longest:.1f} s, a whole checkpoint after each:")
     for kind, times in sorted(counted.items()):
         print(f"  {times:3} {kind}")
     return 0

@@ -143,7 +143,8 @@ def apex_kind() -> Literal["nvidia", "other"] | None:
     if spec is None:
         return None
     folders = [Path(place) for place in spec.submodule_search_locations or []]
-    return "nvidia" if any((f / "multi_tensor_apply").is_dir() for f in folders) else "other"
+    theirs = ("multi_tensor_apply", "normalization")
+    return "nvidia" if any((f / name).is_dir() for f in folders for name in theirs) else "other"
 
 
 def apex_parts() -> dict[str, bool]:

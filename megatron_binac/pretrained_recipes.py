@@ -59,7 +59,8 @@ def smollm2() -> Config:
             options={
                 "dataset": "chain_sum",
                 "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-                "instruction": "Answer with the number alone.",
+                "instruction": "Give the result as one number.",
+                "last_number": True,
             },
         ),
         eval=EvalConfig(num_prompts=16),

@@ -50,6 +50,7 @@ class ReasoningGym:
         eval_share: float = 0.2,
         partial: bool = False,
         instruction: str = INSTRUCTION,
+        last_number: bool = False,
         name: str = "reasoning_gym",
         workers: int | None = None,
         seconds: float = 5.0,
@@ -58,7 +59,8 @@ class ReasoningGym:
         "config": ...}.
 
         `partial` pays the library's own scores between 0 and 1; otherwise only its 1 counts, since
-        it also pays something for an answer that merely contains the right one.
+        it also pays something for an answer that merely contains the right one. With `last_number`
+        an answer without tags is its last number, for models too small to follow a form.
         """
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError(
@@ -71,7 +73,7 @@ class ReasoningGym:
                 f"{name} got a mix and `config`; each entry of a mix has its own config"
             )
         self.name, self.seed, self.eval_share, self.partial = name, seed, eval_share, partial
-        self.instruction = instruction
+        self.instruction, self.last_number = instruction, last_number
         self._spec = {"name": dataset, "config": dict(config or {})}
         if not isinstance(dataset, str):
             mix = [{"weight": 1.0, "config": {}, **entry} for entry in dataset]
@@ -123,7 +125,7 @@ class ReasoningGym:
     def grade(self, prompt: Prompt, text: str) -> Grade:
         """The library's score of the answer; 1 or 0 unless `partial`."""
         start = time.perf_counter()
-        answer = find_answer(text)
+        answer = find_answer(text, last_number=self.last_number)
         request = {"do": "score", "spec": self._spec, "answer": answer}
         request |= {"seed": self._seed(prompt.meta["split"]), "place": prompt.meta["place"]}
         # An answer that gets past the refusals below must still not change how the next one is
@@ -180,10 +182,14 @@ class ReasoningGym:
         )
 
 
-def find_answer(text: str) -> str:
-    """What stands in the last answer tags, or all of the text where there are none."""
+def find_answer(text: str, *, last_number: bool = False) -> str:
+    """What stands in the last answer tags, or all of the text where there are none; of it the last
+    number where that is asked for."""
     said = text.rpartition("</think>")[2]
     found = re.findall(r"<answer>(.*?)</answer>", said, re.DOTALL)
+    if last_number and not found:
+        # A minus behind a digit subtracts.
+        found = re.findall(r"(?<![\d.])-?\d+(?:\.\d+)?|\d+", said) or [""]
     return (found[-1] if found else said).strip()
 
 

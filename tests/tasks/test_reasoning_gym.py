@@ -28,6 +28,11 @@ def mix() -> Iterator[ReasoningGym]:
 def test_the_last_answer_is_read() -> None:
     assert find_answer("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
     assert find_answer(" 3 \n") == "3"
+    assert find_answer("7 + 5 = 12.", last_number=True) == "12"
+    assert find_answer("it is 3-8", last_number=True) == "8"
+    assert find_answer("3 - 8 = -5", last_number=True) == "-5"
+    assert find_answer("no idea", last_number=True) == ""
+    assert find_answer("<answer>4</answer> of 9", last_number=True) == "4"
     assert find_answer("<think><answer>1</answer></think> 4") == "4"
 
 

@@ -243,7 +243,7 @@ def _rounds(folder: Path, *, as_json: bool) -> int:
 def _round_settings(args: argparse.Namespace, model: Config | None) -> dict[str, Any]:
     """What the flags say; a run folder brings its own lengths and temperature, and the options of
     its own task."""
-    from megatron_binac.tasks import grading
+    from megatron_binac.tasks import check_task, grading
 
     found: dict[str, Any] = {"model": args.model, "critic": args.critic, "task": args.task}
     found["stamps"] = [_stamp(name) for name in (args.model, args.critic) if name is not None]
@@ -257,6 +257,7 @@ def _round_settings(args: argparse.Namespace, model: Config | None) -> dict[str,
         if args.task == model.task.name and args.data is None:
             options = {**model.task.options, **options}
     found["task_options"] = grading.task_options_with_data(args.task, args.data, options)
+    check_task(args.task, found["task_options"])
     for name, _, _ in _ROUND_OPTIONS.values():
         if getattr(args, name) is not None:
             found[name] = getattr(args, name)

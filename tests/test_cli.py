@@ -348,6 +348,68 @@ def test_eval_passes_its_options_and_overwrites_nothing(
     assert "out.json exists already" in capsys.readouterr().err
 
 
+@pytest.fixture
+def rounds(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Notes the settings that a folder was claimed for, and what is then evaluated."""
+    claimed, evaluation = types.ModuleType("rounds"), types.ModuleType("evaluation")
+    claimed.RoundSettings = dict  # type: ignore[attr-defined]
+    claimed.claim = lambda folder, settings: calls.append(("claim", folder, settings))  # type: ignore[attr-defined]
+
+    def run_evaluation(folder: Path, *, as_json: bool) -> int:
+        calls.append(("rounds", folder, as_json))
+        return 0
+
+    evaluation.run_evaluation = run_evaluation  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_binac.rollout.rounds", claimed)
+    monkeypatch.setitem(sys.modules, "megatron_binac.training.evaluation", evaluation)
+    return calls
+
+
+def test_eval_with_a_task_takes_the_runs_own_lengths(rounds: list[tuple]) -> None:
+    finished_run(Path("a"))
+    assert cli.main(["eval", "a", "--task", "checksum", "--num-prompts", "9", "--seed", "5"]) == 0
+    (_, folder, settings), played = rounds[-2:]
+    assert folder == Path("runs/eval-a-checksum")
+    assert settings["stamps"] == ["step_000004"]
+    assert (settings["seed"], settings["num_prompts"]) == (5, 9)
+    rollout = make_toy().rollout
+    assert settings["max_tokens"] == rollout.max_attempt_tokens
+    assert settings["max_feedback_tokens"] == rollout.max_feedback_tokens
+    assert "rounds" not in settings  # the default of one round
+    assert played == ("rounds", folder, False)
+    argv = ["eval", "a", "--task", "checksum", "--set", "easy_share=0.5", "--max-tokens", "3"]
+    assert cli.main([*argv, "--rounds", "0", "--out", "b", "--json"]) == 0
+    (_, folder, settings), played = rounds[-2:]
+    assert (folder, settings["max_tokens"], settings["rounds"]) == (Path("b"), 3, 0)
+    assert settings["task_options"] == {"easy_share": 0.5}
+    assert played == ("rounds", Path("b"), True)
+
+
+def test_eval_of_other_models(rounds: list[tuple], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps({"model_type": "llama"}))
+    argv = ["eval", "hf", "--task", "math500", "--data", "x.jsonl", "--critic", "owner/name"]
+    assert cli.main(argv) == 0
+    settings = rounds[-2][2]
+    assert (settings["model"], settings["critic"]) == ("hf", "owner/name")
+    assert settings["task_options"] == {"eval_data": "x.jsonl"}
+    assert "max_tokens" not in settings
+    Path("empty").mkdir()
+    assert cli.main(["eval", "empty", "--task", "checksum"]) == 2
+    assert "neither a run nor a Hugging Face model" in capsys.readouterr().err
+    assert cli.main(["eval", "hf", "--task", "math500", "--output", "o.json"]) == 2
+    assert "pass --out DIR or --json" in capsys.readouterr().err
+    num_calls = len(rounds)
+    assert cli.main(["eval", "hf", "--task", "chcksum"]) == 2
+    assert "did you mean 'checksum'" in capsys.readouterr().err
+    assert cli.main(["eval", "hf", "--task", "checksum", "--set", "esy_share=1"]) == 2
+    assert "has no option 'esy_share'" in capsys.readouterr().err
+    assert len(rounds) == num_calls
+    finished_run(Path("a"))
+    assert cli.main(["eval", "a", "--rounds", "2"]) == 2
+    assert "got --rounds without --task" in capsys.readouterr().err
+
+
 def test_recipes_lists_resolves_and_names_keys(
     calls: list[tuple], capsys: pytest.CaptureFixture[str]
 ) -> None:

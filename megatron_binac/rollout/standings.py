@@ -201,9 +201,9 @@ def table(result: Mapping[str, Any]) -> str:
                 lines.append(f"{title}, {which} answers   {cells}")
     if "feedback" in found:
         f = found["feedback"]
+        right = f", right in {f['verdict_right']:.1%} of these" if f["verdict_share"] else ""
         lines.append(
-            f"feedback: a verdict in {f['verdict_share']:.1%}, right in {f['verdict_right']:.1%} "
-            f"of these, leaks in {f['leak']:.1%}"
+            f"feedback: a verdict in {f['verdict_share']:.1%}{right}, leaks in {f['leak']:.1%}"
         )
     lines.append(
         f"tokens: {found['tokens']['answers']} of answers, {found['tokens']['feedbacks']} of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
@@ -39,12 +40,16 @@ def task_names() -> list[str]:
 
 def build_task(name: str, **options: Any) -> Task:
     """Make a task; ValueError, with the closest name, for a task or an option it does not know."""
-    builder = _builder(name)
-    names = _option_names(builder)
+    check_task(name, options)
+    return _builder(name)(**options)
+
+
+def check_task(name: str, options: Iterable[str]) -> None:
+    """ValueError, with the closest name, for a task or an option that is not there."""
+    names = _option_names(_builder(name))
     for option in options:
         if names is not None and option not in names:
             raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
-    return builder(**options)
 
 
 def task_options(name: str) -> list[str] | None:

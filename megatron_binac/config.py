@@ -350,6 +350,10 @@ class RoleConfig:
     """Refuse to run without Transformer Engine's layers, in place of taking local ones."""
     max_tokens_per_micro_batch: int = 16384
     """Capacity of one packed micro-batch, tokens per data-parallel rank."""
+    share_prefixes: bool = False
+    """Learn from each distinct token of a prompt's turns once: the same gradient, up to rounding,
+    from a fraction of the tokens. Dense models on local layers, without pp and
+    sequence_parallel."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     mismatch_alarm: float = 0.3
     """Warn where the 99th percentile of |engine - learner|, nats per token, is above; 0 is off."""
@@ -375,6 +379,17 @@ class RoleConfig:
             f"parallel.tp {tp} does not divide model.ffn_hidden_size {self.model.ffn_hidden_size}",
         )
         moe = self.model.moe
+        _check(
+            not self.share_prefixes
+            or (moe is None and self.parallel.pp == 1 and not self.parallel.sequence_parallel),
+            "share_prefixes is on with experts, parallel.pp above 1 or sequence_parallel, which "
+            "need rows of their own; turn one of the two off",
+        )
+        _check(
+            not (self.share_prefixes and self.require_te),
+            "share_prefixes and require_te are both on: Transformer Engine's attention knows no "
+            "tree; turn one of the two off",
+        )
         _check(
             moe is not None or self.parallel.ep == 1,
             f"parallel.ep is {self.parallel.ep} but the model has no experts; set it to 1",
@@ -665,6 +680,16 @@ class TrackConfig:
 
 STAGED = ("bilevel.", "credit.", "rollout.", "self_distill.", "actor.loss.", "critic.loss.")
 """What a stage may change: nothing that models, optimizers or engines are built from."""
+FOR_GOOD = (
+    "bilevel.actor_steps_per_critic_step",
+    "bilevel.adaptation",
+    "bilevel.lookahead_steps",
+    "rollout.temperature",
+    "rollout.max_sequences_per_batch",
+    "actor.loss.updates_per_batch",
+    "critic.loss.updates_per_batch",
+)
+"""What is read once: the length of a block, what the learners score at, what schedules end by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -842,6 +867,15 @@ class Config:
             "revisions as answers to the problem alone: set both or neither",
         )
         _check(
+            self.bilevel.adaptation != "value" or kind == "value",
+            f"bilevel.adaptation is value with credit.kind {kind!r}, under which nothing fits the "
+            "value head; set credit.kind to value or bilevel.adaptation to follow",
+        )
+        _check(
+            self.collapse is None or (self.critic_learns and criticised > 0),
+            "collapse is set but no critic learns; set collapse to null",
+        )
+        _check(
             self.contrast is None or kind == "regenerated",
             f"contrast is set with credit.kind {kind!r}; it compares regenerated groups, set "
             "credit.kind to regenerated or contrast to null",
@@ -867,8 +901,9 @@ class Config:
         for stage in self.stages:
             for item in stage.set:
                 _check(
-                    item.startswith(STAGED),
-                    f"stages.set holds {item!r}, expected a setting of {', '.join(STAGED)}",
+                    item.startswith(STAGED) and not item.startswith(FOR_GOOD),
+                    f"stages.set holds {item!r}, expected a setting of {', '.join(STAGED)} that is "
+                    f"not read once for the whole run ({', '.join(FOR_GOOD)})",
                 )
             override(dataclasses.replace(self, stages=()), list(stage.set))
 
@@ -945,8 +980,24 @@ def override(config: Config, assignments: list[str]) -> Config:
             value = json.loads(raw)
         except json.JSONDecodeError:
             value = {"True": True, "False": False, "None": None}.get(raw, raw)
+        if node.get(path[-1]) is None and isinstance(value, dict):
+            value = _block(path, value)
         node[path[-1]] = value
     return typing.cast(Config, _build(Config, tree, ""))
+
+
+def _block(path: list[str], value: dict[str, Any]) -> dict[str, Any]:
+    """A block that was null, with its defaults put in, so that later settings find its fields."""
+    hint: Any = Config
+    for part in path:
+        cls = _dataclass_of(hint)
+        if cls is None:
+            return value
+        hint = typing.get_type_hints(cls).get(part)
+    inner = _dataclass_of(hint)
+    if inner is None:
+        return value
+    return dataclasses.asdict(_build(inner, value, ".".join(path) + "."))
 
 
 def keys(cls: type = Config, prefix: str = "") -> list[str]:

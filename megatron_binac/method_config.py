@@ -16,8 +16,8 @@ def check(ok: bool, message: str) -> None:
 
 
 CreditKind = Literal[
-    "tree", "group", "running", "chain", "two_turn", "union", "regenerated", "spans", "value",
-    "none",
+    "tree", "group", "running", "chain", "two_turn", "progress", "union", "regenerated", "spans",
+    "value", "none",
 ]  # fmt: skip
 
 
@@ -28,10 +28,11 @@ class CreditConfig:
     kind: CreditKind = "tree"
     """tree: Bi-NAC's credit of attempts and revisions; group: attempts among their siblings;
     running: attempts against a moving average; chain: Bi-NAC eq. 3 to the letter, against a moving
-    average; two_turn: RLTF's returns by turn; union: attempts and revisions as one group
-    (Critique-GRPO); regenerated: attempts and regenerated answers, each among their own (MulFeRL);
-    spans: by token, from what the critic quotes (Text2Grad); value: revisions against a value head
-    (MLMT-RL); none: no policy gradient (SDPO)."""
+    average; two_turn: RLTF's returns by turn; progress: SCoRe's second answer, and what it gained
+    on the first; union: attempts and revisions as one group (Critique-GRPO); regenerated: attempts
+    and regenerated answers, each among their own (MulFeRL); spans: by token, from what the critic
+    quotes (Text2Grad); value: revisions against a value head (MLMT-RL); none: no policy gradient
+    (SDPO)."""
     scale: Literal["mean", "leave_one_out", "std", "mean_normalized"] = "mean"
     """Of group: what is taken off the reward of an attempt, and what divides it."""
     momentum: float = 0.9
@@ -39,7 +40,7 @@ class CreditConfig:
     next_weight: float = 0.1
     """Of two_turn: weight of the revision's reward in the attempt's return."""
     attempt_kl_coef: float | None = None
-    """Of tree: weight of the KL to the reference on attempts, apart from that on revisions (SCoRe);
+    """Of progress: weight of the KL to the reference on attempts, apart from that on revisions;
     None for one and the same."""
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class CreditConfig:
             "scale": (self.scale != "mean", ("group",)),
             "momentum": (self.momentum != 0.9, ("running", "chain")),
             "next_weight": (self.next_weight != 0.1, ("two_turn",)),
-            "attempt_kl_coef": (self.attempt_kl_coef is not None, ("tree",)),
+            "attempt_kl_coef": (self.attempt_kl_coef is not None, ("progress",)),
         }
         for name, (is_set, kinds) in idle.items():
             check(

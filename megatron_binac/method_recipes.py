@@ -93,7 +93,7 @@ def score() -> Config:
         text_critic=TextCriticConfig(kind="constant", text="off"),
         rollout=replace(base.rollout, criticised=8, feedbacks=1, revisions=1),
         bilevel=replace(base.bilevel, lam=0.0, attempt_weight=0.0, attempt_value_weight=0.0),
-        credit=CreditConfig(attempt_kl_coef=0.1),
+        credit=CreditConfig(kind="progress", attempt_kl_coef=0.1),
         stages=(
             StageConfig(start=0.0),
             StageConfig(

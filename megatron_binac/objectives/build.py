@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_binac.objectives import chain, first_prompt, groups, regenerate, spans, turns, values
 from megatron_binac.objectives.situation import Credit, Extra, Situation
 from megatron_binac.rollout.batch import actor_turns, critic_turns, sequences
@@ -25,6 +27,7 @@ CREDITS: dict[str, Credit] = {
     "running": groups.running_credit,
     "chain": chain.follower_credit,
     "two_turn": turns.two_turn_credit,
+    "progress": turns.progress_credit,
     "union": first_prompt.union_credit,
     "regenerated": regenerate.regenerated_credit,
     "spans": spans.span_credit,
@@ -54,6 +57,10 @@ def follow_terms(situation: Situation) -> tuple[list[Term], dict[str, float]]:
         if getattr(config, name) is not None:
             more, found = extra(situation)
             terms, log = terms + more, log | found
+    if config.credit.kind == "union":
+        # Attempts and revisions are one group of the paper, with one mean over all their tokens.
+        total = float(sum(term.num_targets for term in terms))
+        terms = [replace(term, denominator=total) for term in terms]
     return terms, log
 
 

@@ -70,10 +70,7 @@ def union_credit(situation: Situation) -> tuple[list[Turn], dict[str, float]]:
 
 
 def shaped(situation: Situation) -> tuple[list[Term], dict[str, float]]:
-    """Critique-GRPO's revisions as answers to the problem alone, weighted p / (p + gamma).
-
-    Both kinds of answers share one token mean, as one group of the paper does.
-    """
+    """Critique-GRPO's revisions as answers to the problem alone, weighted p / (p + gamma)."""
     config = situation.config.shaped
     assert config is not None
     revisions, _, rows = _under_first_prompt(situation)
@@ -82,11 +79,7 @@ def shaped(situation: Situation) -> tuple[list[Term], dict[str, float]]:
         for at, y in zip(rows, revisions, strict=True)
         if y.trainable and len(y.ids)
     ]
-    own = sum(r.num_targets for r in kept)
-    others = sum(len(y.ids) for tree in situation.trees for y in tree.attempts if y.trainable)
-    term = Term(
-        name="shaped", rows=kept, loss=Shaped(gamma=config.gamma), denominator=float(own + others)
-    )
+    term = Term(name="shaped", rows=kept, loss=Shaped(gamma=config.gamma))
     return [term], {"shaped/num_rows": float(len(kept))}
 
 

@@ -99,7 +99,7 @@ class Players:
             if self.critic is None:
                 raise ValueError("got a request for feedback, expected a run with a critic")
             return self.speak(self.critic, "feedback", contexts, seeds, sampling)
-        texts = _say_once(self.text_critic, prompts, [y.text for y in attempts], seeds)
+        texts = _say_once(self.text_critic, shown, [y.text for y in attempts], seeds)
         out = []
         for context, text in zip(contexts, texts, strict=True):
             ids = [] if text is None else [*self.tokenizer.encode(text), self.tokenizer.end_id]
@@ -314,13 +314,15 @@ def revise(
     probe: bool = False,
 ) -> None:
     """Sample M answers to every feedback and grade them: the revisions, or the probes of the
-    adapted actor."""
+    adapted actor. Feedback that failed is not answered: its revisions have failed too."""
     contexts: list[Sequence[int]] = []
     seeds: list[int] = []
     owners: list[Prompt] = []
     for tree in trees:
         for c, g in enumerate(tree.criticised):
             for f, feedback in enumerate(tree.feedbacks[c]):
+                if feedback.failed:
+                    continue
                 context = players.template.revision_ids(
                     tree.prompt, players.spoken(tree.attempts[g].ids), players.spoken(feedback.ids)
                 )
@@ -341,13 +343,34 @@ def revise(
     turns = iter(sampled)
     for tree in trees:
         grown = [
-            [[next(turns) for _ in range(rollout.revisions)] for _ in feedbacks_F]
+            [
+                [
+                    unanswered(feedback) if feedback.failed else next(turns)
+                    for _ in range(rollout.revisions)
+                ]
+                for feedback in feedbacks_F
+            ]
             for feedbacks_F in tree.feedbacks
         ]
         if probe:
             tree.probes = grown
         else:
             tree.revisions = grown
+
+
+def unanswered(feedback: Turn) -> Turn:
+    """The revision that was not asked for, since there was no feedback."""
+    none = np.zeros(0, np.int32)
+    return Turn(
+        kind="revision",
+        prompt_ids=feedback.prompt_ids,
+        ids=none,
+        logprobs=none.astype(np.float32),
+        finish="failed",
+        version=feedback.version,
+        text="",
+        grade=Grade(score=0.0, parsed=None, reason="the critic gave no feedback", failed=True),
+    )
 
 
 def replay(

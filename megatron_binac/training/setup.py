@@ -246,7 +246,10 @@ def _prompt_room(config: Config) -> int:
 def _num_updates(config: Config, role: Role) -> int:
     """Optimizer steps that a role will take in a whole run: what its schedule decays over."""
     if role == "actor":
-        return config.num_steps * config.actor.loss.updates_per_batch
+        steps = config.num_steps
+        if config.shared_policy:
+            steps += config.num_steps // config.bilevel.actor_steps_per_critic_step
+        return steps * config.actor.loss.updates_per_batch
     assert config.critic is not None
     blocks = config.num_steps // config.bilevel.actor_steps_per_critic_step
     return max(1, blocks * config.critic.loss.updates_per_batch)

@@ -9,8 +9,14 @@ import pytest
 from helpers_toy import toy_config
 from helpers_trees import situation, tree
 
-from megatron_binac.config import BilevelConfig, Config
-from megatron_binac.method_config import CreditConfig, CreditKind, SelfDistillConfig
+from megatron_binac.config import BilevelConfig, Config, override
+from megatron_binac.method_config import (
+    CreditConfig,
+    CreditKind,
+    SelfDistillConfig,
+    StageConfig,
+    ValueHeadConfig,
+)
 from megatron_binac.objectives.build import CREDITS, EXTRAS, follow_terms, lead_terms
 
 
@@ -29,7 +35,9 @@ def test_terms_are_added_only_where_the_config_holds_their_block() -> None:
 
 def test_held_attempts_leave_the_main_term() -> None:
     trees = [tree([1, 0], {0: [[1, 0]], 1: [[0, 1]]})]
-    main, held = follow_terms(situation(trees, credit=CreditConfig(attempt_kl_coef=0.1)))[0]
+    main, held = follow_terms(
+        situation(trees, credit=CreditConfig(kind="progress", attempt_kl_coef=0.1))
+    )[0]
     assert (len(main.rows), len(held.rows)) == (4, 2)
     assert (held.name, held.loss.kl_coef) == ("attempt", 0.1)
 
@@ -63,6 +71,16 @@ def test_discrimination_alone_pays_for_the_verdict() -> None:
         ({"credit": CreditConfig(kind="spans")}, "set both or neither"),
         ({"credit": CreditConfig(kind="union")}, "set both or neither"),
         ({"credit": CreditConfig(kind="value")}, "value_head is null"),
+        (
+            {
+                "bilevel": BilevelConfig(adaptation="value"),
+                "value_head": ValueHeadConfig(),
+            },
+            "nothing fits the value head",
+        ),
+        ({"stages": (StageConfig(set=("rollout.temperature=2",)),)}, "read once"),
+        ({"stages": (StageConfig(set=("num_steps=2",)),)}, "stages.set holds"),
+        ({"stages": (StageConfig(start=0.5),)}, "expected 0 first"),
         ({"credit": CreditConfig(kind="regenerated")}, "failed_groups go together"),
         (
             {
@@ -84,3 +102,24 @@ def test_a_setting_that_nothing_reads_is_refused() -> None:
         CreditConfig(kind="group", momentum=0.5)
     with pytest.raises(ValueError, match=r"credit\.scale is set but credit\.kind 'tree'"):
         CreditConfig(scale="std")
+
+
+def test_a_stage_puts_its_settings_in_and_lets_roles_rest() -> None:
+    config = toy_config(
+        stages=(
+            StageConfig(train=("critic",), set=("bilevel.value_weight=0",)),
+            StageConfig(start=0.5, set=("actor.loss.kl_coef=0.5",)),
+        )
+    )
+    first, second = config.at(0.49), config.at(0.5)
+    assert (first.actor.train, first.critic.train, first.bilevel.value_weight) == (False, True, 0)
+    assert (second.actor.train, second.bilevel.value_weight) == (True, 1.0)
+    assert second.actor.loss.kl_coef == 0.5
+    assert toy_config().at(0.7) == toy_config()
+
+
+def test_a_block_is_turned_on_by_a_setting_and_changed_by_the_next() -> None:
+    got = override(toy_config(), ["self_distill={}", "self_distill.coef=0.05"])
+    assert got.self_distill == SelfDistillConfig(coef=0.05)
+    with pytest.raises(ValueError, match=r"self_distill is null .* --set self_distill=\{\}"):
+        override(toy_config(), ["self_distill.coef=0.05"])

@@ -16,7 +16,7 @@ from megatron_binac.method_config import (
     ShapedConfig,
     TeacherConfig,
 )
-from megatron_binac.objectives import first_prompt
+from megatron_binac.objectives import build, first_prompt
 from megatron_binac.terms import CrossEntropy, Distill, FirstPrompt, Shaped
 
 ALONE = [1, 5, 6, 2]
@@ -63,7 +63,9 @@ def test_attempts_and_revisions_of_a_prompt_are_one_group() -> None:
     assert (row.advantage, row.ids.tolist()) == (0.5, [*ALONE, 6, 4])
     assert term.loss == Shaped(gamma=0.1)
     # One mean over the two tokens of the revision and the six of the attempts.
-    assert term.denominator == 8.0
+    main, again = build.follow_terms(here)[0]
+    assert (main.num_targets, again.num_targets) == (6, 2)
+    assert main.denominator == again.denominator == 8.0
 
 
 def test_feedback_is_modelled_under_the_prompt_that_it_was_written_to() -> None:
@@ -93,7 +95,7 @@ def test_the_teacher_reads_the_same_attempt_after_the_feedback() -> None:
 
 def test_the_held_attempts_are_all_there() -> None:
     """SCoRe's first stage: attempts without credit are in the loss, for their KL."""
-    credit = CreditConfig(attempt_kl_coef=0.25)
+    credit = CreditConfig(kind="progress", attempt_kl_coef=0.25)
     here = situation([tree([0, 1, None])], credit=credit)
     for attempt in here.trees[0].attempts:
         attempt.trainable, attempt.advantage = False, 9.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers_trees import credits, situation, tree
 
+from megatron_binac.config import BilevelConfig
 from megatron_binac.method_config import CreditConfig
-from megatron_binac.objectives.turns import two_turn_credit
+from megatron_binac.objectives.turns import progress_credit, two_turn_credit
 
 CREDIT = CreditConfig(kind="two_turn", next_weight=0.5)
 
@@ -41,6 +42,22 @@ def test_no_second_turn_at_all() -> None:
     turns, log = two_turn_credit(situation([tree([1, 1])], credit=CREDIT, rollout=_all(2)))
     assert credits(turns, "revision") == []
     assert log["num_second_turns"] == 0.0
+
+
+def test_progress_is_paid_in_the_second_stage_only() -> None:
+    """Stage I: R(y1) alone, about its mean over the prompt. Stage II: 1 + 10 (1 - 0) = 11 for the
+    repaired, 1 for the kept, 0 for the lost and still wrong ones less 10 for the lost."""
+    trees = [tree([0, 1, 1, 0], {0: [[1]], 1: [[1]], 2: [[0]], 3: [[0]]})]
+    kind = CreditConfig(kind="progress")
+    one = BilevelConfig(lam=0.1, attempt_weight=0.0)
+    turns, _ = progress_credit(situation(trees, credit=kind, bilevel=one))
+    assert credits(turns, "attempt") == [0.0] * 4
+    assert credits(turns, "revision") == [0.5, 0.5, -0.5, -0.5]
+    two = BilevelConfig(lam=0.1, improvement_weight=10.0)
+    turns, _ = progress_credit(situation(trees, credit=kind, bilevel=two))
+    assert credits(turns, "attempt") == [-0.5, 0.5, 0.5, -0.5]
+    # 11, 1, -10 and 0 about their mean of 1/2.
+    assert credits(turns, "revision") == [10.5, 0.5, -10.5, -0.5]
 
 
 def _all(num: int):

@@ -65,7 +65,7 @@ setup(
         "tensorboard>=2.16",
     ],
     extras_require={
-        "vllm": ["vllm>=0.32; platform_system == 'Linux'"],
+        "vllm": ["vllm>=0.32; platform_system == 'Linux'", "safetensors>=0.4.3"],
         "te": ["transformer-engine[pytorch]>=2.9; platform_system == 'Linux'"],
         # leptonai 0.40 has lost a module that nemo_run imports.
         "launch": ["nemo_run>=0.11", "leptonai>=0.26.6,<0.40"],

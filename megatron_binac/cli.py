@@ -63,8 +63,12 @@ default."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    code, message = _guarded(lambda: args.command(args))
+
+    def command() -> int:
+        args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        return args.command(args)
+
+    code, message = _guarded(command)
     if message:
         print(message, file=sys.stderr)
     return code

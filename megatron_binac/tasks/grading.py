@@ -91,13 +91,17 @@ def task_options_with_data(
 
 def _read_completions(path: Path) -> list[dict[str, Any]]:
     rows = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with open(path, "rb") as file:
+        for number, data in enumerate(file, start=1):
+            try:
+                line = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number} is no UTF-8: {error}") from error
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} is no JSON: {error}") from error
             if (
                 not isinstance(row, dict)

@@ -89,7 +89,7 @@ def _accept(found: str, how: str) -> tuple[str | None, str]:
         return None, f"an empty answer ({how})"
     if len(found) > MAX_ANSWER:
         return None, f"an answer of {len(found)} characters ({how})"
-    return found.strip(), how
+    return re.sub(r"^#{2,}\s*(?=\S)", "", found.strip()), how
 
 
 def _box(text: str) -> str | None:

@@ -38,6 +38,7 @@ FOUND = [
     # other marks
     ("working\n#### 72", "72"),
     ("#### 1,234\n", "1,234"),
+    ("The answer is #### 18", "18"),
     ("The final answer is 12.", "12"),
     ("The answer is: $\\frac12$", r"$\frac12$"),
     ("**Answer:** 9", "9"),

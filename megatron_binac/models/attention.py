@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
+from megatron_binac.models.prefix_batches import PrefixBatches
 
 
 class KVCache:
@@ -67,7 +68,7 @@ class PackedParams(PackedSeqParams):
     """S + 1 offsets: the borders of the sequences in the row."""
     num_real: int | None = None
     """Tokens before the padding; None where nobody asks."""
-    prefix: PrefixBlocks | None = None
+    prefix: PrefixBlocks | PrefixBatches | None = None
     """Set where the row is a prefix-shared layout; `bounds` and `cache` are then not read."""
     cache: KVCache | None = None
     """Where keys and values are kept while generating."""
@@ -180,6 +181,8 @@ class PackedAttention(MegatronModule):
                 f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams"
             )
         packed = packed_seq_params
+        if isinstance(packed.prefix, PrefixBatches):
+            return packed.prefix.attend(query, key, value, self.scale)
         if packed.prefix is not None:
             return prefix_attention(query, key, value, packed.prefix, self.scale)
         if packed.cache is not None:

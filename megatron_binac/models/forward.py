@@ -28,6 +28,7 @@ from megatron_binac.models import cpu
 from megatron_binac.models.attention import PackedParams
 from megatron_binac.models.builder import PolicyModel
 from megatron_binac.models.parallel import Groups
+from megatron_binac.models.prefix_batches import SharedRow
 from megatron_binac.types import TrainSequence
 
 PAD_ID = 0
@@ -50,6 +51,8 @@ class MicroBatch:
     """Factor of each token's loss; None where all are 1."""
     indices: np.ndarray
     """Which of the global batch's sequences these are, in row order."""
+    shared: SharedRow | None = None
+    """Every distinct token once, where the model computes the row so; all else is as without."""
 
     def cu_seqlens(self) -> Tensor:
         """int32 [S+1]: borders of the sequences, the padding's one-token ones included."""
@@ -63,8 +66,9 @@ def pack(
     *,
     length: int | None = None,
     by_sequence: bool = False,
+    share: bool = False,
 ) -> list[MicroBatch]:
-    """The rows of one data-parallel rank.
+    """The rows of one data-parallel rank; with `share` each distinct token is computed once.
 
     `length` pads every row to so many tokens, which a pipeline needs; `by_sequence` divides each
     token's weight by the number of targets of its sequence.
@@ -89,10 +93,28 @@ def pack(
                 fields=fields,
                 alignment=alignment,
                 pad_id=PAD_ID,
-            )
+            ),
+            share,
         )
         for indices in plan.microbatches(rank)
     ]
+
+
+def trees_of(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    """int64 [S]: which sequences grow from one prompt, found in the ids.
+
+    A sequence belongs to the tree whose root, the shortest context (ids before the first target),
+    its own context begins with. Only what shares a prefix is worth laying side by side; a wrong
+    guess costs speed, not correctness.
+    """
+    contexts = [s.ids[: int(s.mask.argmax())].astype(">i4").tobytes() for s in sequences]
+    tree_of: dict[bytes, int] = {}
+    root, tree = b"", -1
+    for context in sorted(set(contexts)):
+        if tree < 0 or not context.startswith(root):
+            root, tree = context, tree + 1
+        tree_of[context] = tree
+    return np.asarray([tree_of[context] for context in contexts], np.int64)
 
 
 def _engine_logprobs(sequence: TrainSequence) -> np.ndarray:
@@ -109,7 +131,7 @@ def _advantages(sequences: Sequence[TrainSequence]) -> packing.Ragged | np.ndarr
     return packing.Ragged.from_rows(rows, np.float32)
 
 
-def _micro_batch(packed: packing.Packed) -> MicroBatch:
+def _micro_batch(packed: packing.Packed, share: bool) -> MicroBatch:
     total = packed.num_tokens
     real = int(packed.cu_seqlens[-1]) if len(packed.indices_s) else 0
     # Padding is cut into one-token sequences: it costs no attention.
@@ -124,6 +146,7 @@ def _micro_batch(packed: packing.Packed) -> MicroBatch:
         engine_logprob_T=put(packed.fields["engine"]),
         weight_T=put(packed.fields["weight"]) if "weight" in packed.fields else None,
         indices=packed.indices_s,
+        shared=SharedRow.of(packing.share_prefixes(packed), cpu.device()) if share else None,
     )
 
 
@@ -233,11 +256,19 @@ def run_schedule(
         iterator: Iterator[tuple[int, MicroBatch]], chunk: Any, *_: Any
     ) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
-        num_real = batch.bounds[len(batch.indices)]
-        packed = PackedParams.of(batch.positions_T, batch.bounds, num_real=num_real)
-        hidden = chunk(batch.ids_T[None], batch.positions_T[None], None, packed_seq_params=packed)
+        shared = batch.shared
+        if shared is None:
+            ids, positions = batch.ids_T, batch.positions_T
+            num_real = batch.bounds[len(batch.indices)]
+            packed = PackedParams.of(positions, batch.bounds, num_real=num_real)
+        else:
+            ids, positions = shared.ids_D, shared.positions_D
+            packed = PackedParams.of(positions, [], prefix=shared.batches)
+        hidden = chunk(ids[None], positions[None], None, packed_seq_params=packed)
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+            if shared is not None:
+                output = output[shared.slots_T]
             if non_loss_data:
                 assert score_function is not None
                 return score_function(output, batch)

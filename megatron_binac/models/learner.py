@@ -23,10 +23,11 @@ from megatron_binac.algo.losses import finalize_stats, merge_stats
 from megatron_binac.config import LossConfig, RoleConfig
 from megatron_binac.models import contract, cpu
 from megatron_binac.models.builder import build_model, build_optimizer, wrap
-from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule
+from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule, trees_of
 from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
 from megatron_binac.models.parallel import Groups
-from megatron_binac.models.precision import token_multiple
+from megatron_binac.models.precision import choose_layers, token_multiple
+from megatron_binac.models.prefix_attention import require_prefix_sharing
 from megatron_binac.terms import CrossEntropy, Distill, Term
 from megatron_binac.types import TrainSequence
 
@@ -69,6 +70,10 @@ class MegatronLearner:
             sequence_parallel=config.parallel.sequence_parallel,
             token_multiple=token_multiple(config),
         )
+        if config.share_prefixes:
+            require_prefix_sharing(
+                attention="local" if choose_layers(config)[0] == "local" else "transformer_engine"
+            )
         if config.train:
             self.model = wrap(config, groups, self.chunks)
             self.optimizer, self.scheduler = build_optimizer(config, groups, self.model, num_steps)
@@ -99,11 +104,22 @@ class MegatronLearner:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """This rank's packed rows of the global batch; the same number of rows on every rank."""
-        plan = self._plan(sequences)
-        return pack(sequences, plan, self.groups.dp_rank, length=self._row_length([plan]))
+        share = self.config.share_prefixes
+        plan = self._plan(sequences, share=share)
+        length = self._row_length([plan])
+        return pack(sequences, plan, self.groups.dp_rank, length=length, share=share)
 
-    def _plan(self, sequences: Sequence[TrainSequence]) -> packing.Plan:
+    def _plan(self, sequences: Sequence[TrainSequence], *, share: bool) -> packing.Plan:
         parallel = self.config.parallel
+        if share:
+            return packing.plan_shared(
+                packing.Ragged.from_rows([s.ids for s in sequences], np.int32),
+                groups=trees_of(sequences),
+                capacity=self.config.max_tokens_per_micro_batch,
+                dp_size=self.groups.dp_size,
+                costs=self._costs,
+                alignment=self._alignment,
+            )
         return packing.plan(
             np.asarray([len(s.ids) for s in sequences], np.int64),
             capacity=self.config.max_tokens_per_micro_batch,
@@ -195,13 +211,23 @@ class MegatronLearner:
     def _rows(self, terms: Sequence[Term], *, keep_old: bool) -> list[Rows]:
         """Every term packed, with the log-probs that are fixed before the first step."""
         # A teacher's row is longer than its student's and lies in the same place of the plan.
-        plans = [self._plan(term.teacher or term.rows) for term in terms]
+        # Sharing would have to be the same for both, so that it is left out there.
+        shares = [self.config.share_prefixes and term.teacher is None for term in terms]
+        plans = [
+            self._plan(term.teacher or term.rows, share=share)
+            for term, share in zip(terms, shares, strict=True)
+        ]
         length = self._row_length(plans)
         out = []
-        for term, plan in zip(terms, plans, strict=True):
+        for term, plan, share in zip(terms, plans, shares, strict=True):
             loss = term.loss
             batches = pack(
-                term.rows, plan, self.groups.dp_rank, length=length, by_sequence=by_sequence(loss)
+                term.rows,
+                plan,
+                self.groups.dp_rank,
+                length=length,
+                by_sequence=by_sequence(loss),
+                share=share,
             )
             rows = Rows(term=term, batches=batches, denominator=denominator(term))
             if isinstance(loss, LossConfig) and loss.kl_coef > 0:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megatron_binac.config import Config
 
-BENCHMARKS = ("packing", "kernels", "train", "rollout", "refit", "step")
+BENCHMARKS = ("packing", "kernels", "scaling", "train", "rollout", "refit", "step")
 LAUNCHING = {
     "launch": "submit a recipe, a sweep or a whole experiment to Slurm, or run it here",
     "status": "stages, jobs, steps, tokens/s and reward of an experiment",
@@ -555,7 +555,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.name in ("packing", "kernels"):
+    if args.name in ("packing", "kernels", "scaling"):
         benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
         return benchmark.main(args.arguments) or 0
     speed = importlib.import_module("megatron_binac.benchmark.speed")

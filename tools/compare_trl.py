@@ -3,8 +3,8 @@
 Both train the same Llama-shaped model (quickstart's actor, 2 layers of 128) from fresh weights, on
 as many prompts of as many tokens, with the same group size, a KL to a frozen reference, Adam, and
 completions of exactly --tokens tokens each; one optimizer step a batch. A useful token is a sampled
-token that was trained on. The two take turns, each run in a process of its own with the same number
-of threads, so that what else the machine does meets both.
+token that was trained on. Both sides have the same number of threads. Rates are by wall-clock time
+and by the process's CPU time: on one thread of a busy machine the second is what an idle one shows.
 
 Needs beside this package: pip install trl==1.16.0 transformers datasets accelerate tokenizers
 
@@ -30,9 +30,20 @@ VOCAB = 320
 SIDES = ("binac", "trl")
 
 
+def now() -> tuple[float, float]:
+    """Wall-clock and CPU seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of both clocks since `now()`."""
+    end = now()
+    return end[0] - start[0], end[1] - start[1]
+
+
 class Stopwatch:
-    """Wraps methods of an object and adds up the time inside them, without what they call of each
-    other."""
+    """Wraps methods of an object and adds up the CPU time inside them, without what they call of
+    each other."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -45,11 +56,11 @@ class Stopwatch:
     def timed(self, inner: Callable[..., Any], label: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._open.append(0.0)
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return inner(*args, **kwargs)
             finally:
-                spent = time.perf_counter() - start
+                spent = time.process_time() - start
                 self.seconds[label] = self.seconds.get(label, 0.0) + spent - self._open.pop()
                 if self._open:
                     self._open[-1] += spent
@@ -76,6 +87,7 @@ def run_binac(args: argparse.Namespace) -> dict[str, Any]:
             f"rollout.max_attempt_tokens={args.tokens}",
             f"actor.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
             f"critic.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
+            f"actor.share_prefixes={str(args.share_prefixes).lower()}",
         ],
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -87,19 +99,19 @@ def run_binac(args: argparse.Namespace) -> dict[str, Any]:
     credit = watch.timed(actor_turns, "credit and packing")
     pack = watch.timed(sequences, "credit and packing")
     update = watch.timed(learner.update, "reference, forward, backward, Adam")
-    steps = []
+    steps: list[tuple[float, float]] = []
     for step in range(args.warmup + args.steps):
         if step == args.warmup:
             watch.seconds.clear()
             steps.clear()
-        start = time.perf_counter()
+        start = now()
         prompts = load.cursor.take(args.prompts)
         trees = grow(load.players, prompts, config.rollout, step)
         turns, _ = credit(trees, config.bilevel)
         for i, turn in enumerate(turns):
             turn.trainable, turn.advantage = True, 1.0 if i % 2 else -1.0
         update(pack(turns), config.actor.loss)
-        steps.append(time.perf_counter() - start)
+        steps.append(since(start))
         lengths = {len(turn.ids) for turn in turns}
         assert lengths == {args.tokens}, f"completions of {lengths} tokens"
         assert len(turns[0].prompt_ids) == PROMPT_TOKENS, len(turns[0].prompt_ids)
@@ -128,16 +140,16 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         for n in range(args.prompts * (args.warmup + args.steps + 1))
     ]
     watch = Stopwatch()
-    steps: list[float] = []
+    steps: list[tuple[float, float]] = []
 
     class Timer(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             if len(steps) == args.warmup:
                 watch.seconds.clear()
-            self.start = time.perf_counter()
+            self.start = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            steps.append(time.perf_counter() - self.start)
+            steps.append(since(self.start))
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 2) for text in completions]
@@ -215,43 +227,44 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs of both sides in turn; useful tokens a second of each run, and their ratio."""
+    """Useful tokens a second of every run of both sides, and the ratio of one to the other."""
     own = ["--tokens", args.tokens, "--prompts", args.prompts, "--group", args.group]
     own += ["--threads", args.threads, "--steps", args.steps, "--warmup", args.warmup]
+    own += ["--runs", args.runs, *(["--share-prefixes"] if args.share_prefixes else [])]
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     root = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join([root, env.get("PYTHONPATH", "")])
     useful = args.tokens * args.prompts * args.group
-    rates: dict[str, list[float]] = {side: [] for side in SIDES}
-    spent: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for run in range(args.runs):
-        for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, *map(str, own)]
-            done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-            if done.returncode:
-                raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
-            found = json.loads(done.stdout.splitlines()[-1])
-            rates[side].append(useful / statistics.median(found["steps"]))
-            whole = sum(found["steps"])
-            spent[side].append({k: v / whole for k, v in found["seconds"].items()})
-            print(f"run {run + 1} {side}: {rates[side][-1]:,.0f} useful tokens/s", file=sys.stderr)
-    ratios = [ours / theirs for ours, theirs in zip(rates["binac"], rates["trl"], strict=True)]
-    shares = {}
-    for side, runs in spent.items():
-        labels = dict.fromkeys(label for run in runs for label in run)
-        shares[side] = {k: statistics.median(r.get(k, 0.0) for r in runs) for k in labels}
-        shares[side]["everything else"] = 1.0 - sum(shares[side].values())
-    return {
-        "prompts": args.prompts,
-        "group": args.group,
-        "tokens": args.tokens,
-        "threads": args.threads,
-        "useful_tokens_per_second": rates,
-        "ratio": ratios,
-        "ratio_median": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
-        "share_of_step": shares,
-    }
+    found: dict[str, Any] = {}
+    for side in SIDES:
+        command = [sys.executable, __file__, "--side", side, *map(str, own)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        if done.returncode:
+            raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+        runs = json.loads(done.stdout.splitlines()[-1])
+        rates = [
+            [useful / statistics.median(step[clock] for step in run["steps"]) for run in runs]
+            for clock in (0, 1)
+        ]
+        shares = []
+        for run in runs:
+            whole = sum(step[1] for step in run["steps"])
+            shares.append({k: v / whole for k, v in run["seconds"].items()})
+        labels = dict.fromkeys(label for share in shares for label in share)
+        share = {k: statistics.median(one.get(k, 0.0) for one in shares) for k in labels}
+        share["everything else"] = 1.0 - sum(share.values())
+        found[side] = {"wall": rates[0], "cpu": rates[1], "share_of_cpu_time": share}
+    result: dict[str, Any] = {key: getattr(args, key) for key in ("prompts", "group", "tokens")}
+    result |= {"threads": args.threads, "useful_tokens_per_second": found}
+    for clock in ("wall", "cpu"):
+        ratios = [
+            ours / theirs
+            for ours, theirs in zip(found["binac"][clock], found["trl"][clock], strict=True)
+        ]
+        result[f"ratio_{clock}"] = {
+            "median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)
+        }  # fmt: skip
+    return result
 
 
 def main() -> None:
@@ -264,11 +277,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2)
+    text = "learn from each distinct token of a group once (actor.share_prefixes)"
+    parser.add_argument("--share-prefixes", action="store_true", help=text)
     args = parser.parse_args()
     if args.side is None:
         print(json.dumps(compare(args), indent=2))
     else:
-        print(json.dumps({"binac": run_binac, "trl": run_trl}[args.side](args)))
+        run = {"binac": run_binac, "trl": run_trl}[args.side]
+        print(json.dumps([run(args) for _ in range(args.runs)]))
 
 
 if __name__ == "__main__":

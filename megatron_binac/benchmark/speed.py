@@ -54,6 +54,8 @@ class Meter:
     def __init__(self, load: Workload, timeline: Timeline | None) -> None:
         self.load, self.timeline = load, timeline
         self.seconds: dict[str, list[float]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
+        """Of this process, where there is no GPU: what a busy machine does not change."""
         self.model_flops: dict[str, list[int]] = {}
         self.executed: dict[str, list[int]] = {}
         self.memory: dict[str, int] = {}
@@ -65,11 +67,13 @@ class Meter:
         """Run `action`, charge its time to `name`."""
         self._probe.reset()
         _sync()
-        start = time.perf_counter_ns()
+        start, start_cpu = time.perf_counter_ns(), time.process_time()
         with self.timeline.phase(name) if self.timeline else nullcontext():
             result = action()
             _sync()
         self.seconds.setdefault(name, []).append((time.perf_counter_ns() - start) / 1e9)
+        if not torch.cuda.is_available():
+            self.cpu_seconds.setdefault(name, []).append(time.process_time() - start_cpu)
         peak = self._probe.read()
         if peak is not None:
             self.memory[name] = max(self.memory.get(name, 0), peak)
@@ -92,7 +96,8 @@ class Meter:
 
     def keep(self, wanted: Callable[[str], bool]) -> None:
         """Drop the phases that are not wanted."""
-        for table in (self.seconds, self.model_flops, self.executed, self.memory):
+        tables = (self.seconds, self.cpu_seconds, self.model_flops, self.executed, self.memory)
+        for table in tables:
             for name in [name for name in table if not wanted(name)]:
                 del table[name]
 
@@ -233,6 +238,8 @@ def summarise(
             "slowest_over_mean": max(e[name] for e in everyone)
             / statistics.fmean(e[name] for e in everyone),
         }
+        if name in meter.cpu_seconds:
+            entry["cpu_seconds"] = statistics.median(meter.cpu_seconds[name])
         if name in meter.model_flops and peak is not None:
             each, run = (
                 sum(table[name]) / len(values) for table in (meter.model_flops, meter.executed)
@@ -258,6 +265,11 @@ def summarise(
         "repeats": repeats,
         "step_seconds": whole,
         "step_quartiles": _quartiles(per_step),
+        "step_cpu_seconds": sum(
+            e["cpu_seconds"] * e["times_a_step"]
+            for name, e in phases.items()
+            if "cpu_seconds" in e and name != "save"
+        ),
         "phases": phases,
         "tokens": medians,
         "tokens_per_second": {},
@@ -308,13 +320,15 @@ def print_table(result: dict[str, Any]) -> None:
     title = f"{result['benchmark']} {result['workload']}: {result['machine']}, "
     title += f"{result['ranks']} rank(s) of {result['threads']} thread(s)"
     table = Table(title=title, title_justify="left")
-    head = ["phase", "ms", "quartiles", "share", "MFU %", "HFU %", "peak MiB", "slowest / mean"]
+    head = ["phase", "ms", "quartiles", "CPU ms", "share", "MFU %", "HFU %", "peak MiB"]
+    head.append("slowest / mean")
     for name in head:
         table.add_column(name, justify="left" if name == "phase" else "right")
     for name, e in result["phases"].items():
         low, high = e["quartiles"]
         share = e["seconds"] * e["times_a_step"] / result["step_seconds"]
         row = [name, f"{1e3 * e['seconds']:.2f}", f"{1e3 * low:.2f} - {1e3 * high:.2f}"]
+        row.append(f"{1e3 * e['cpu_seconds']:.2f}" if "cpu_seconds" in e else "")
         row.append("" if name == "save" else f"{share:.1%}")
         row += [f"{100 * e[key]:.2f}" if key in e else "" for key in ("mfu", "hfu")]
         row.append(f"{e['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in e else "")
@@ -325,6 +339,7 @@ def print_table(result: dict[str, Any]) -> None:
     console.print(
         f"step {1e3 * result['step_seconds']:.1f} ms ({1e3 * low:.1f} - {1e3 * high:.1f}), "
         f"{result['repeats']} repeats after {result['warmup']}"
+        + (f"; CPU time {1e3 * cpu:.1f} ms" if (cpu := result["step_cpu_seconds"]) else "")
     )
     for name, rate in result["tokens_per_second"].items():
         console.print(f"{name}: {rate:,.0f} tokens/s")

@@ -229,7 +229,7 @@ def _to_hugging_face(
         for path in sorted((small / folder.BESIDE).iterdir()):
             shutil.copy(path, draft / path.name)
     common = hugging_face.NAMES[max(stored, key=lambda d: d.itemsize)]
-    _write_config(draft, description, common)
+    _write_config(draft, description, common, changed=dtype is not None)
     done = _summary("to hugging face", description.family, boxes)
     return replace(done, num_tensors=len(where), num_bytes=total)
 
@@ -256,7 +256,7 @@ def _read_file(
     return tensors
 
 
-def _write_config(draft: Path, description: Description, dtype: str) -> None:
+def _write_config(draft: Path, description: Description, dtype: str, *, changed: bool) -> None:
     """config.json: the one that was carried along, with the dtype that is stored now."""
     path = draft / hugging_face.CONFIG
     if not path.is_file():
@@ -265,7 +265,7 @@ def _write_config(draft: Path, description: Description, dtype: str) -> None:
     else:
         config = json.loads(path.read_text(encoding="utf-8"))
         key = "dtype" if "dtype" in config else "torch_dtype"
-        if config.get(key, dtype) == dtype:
+        if config.get(key) == dtype or (key not in config and not changed):
             return
         config[key] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -52,7 +52,7 @@ def measured() -> tuple[Sizes, Sizes, Mapping[tuple[str, bool], float]]:
             ids=np.arange(40, dtype=np.int32),
             mask=np.arange(40) >= 4,
             advantage=1.0,
-            logprobs=np.full(40, -4.0, np.float32),
+            logprobs=np.full(40, np.nan, np.float32),
         )
     ]
     learners, planned = {}, {}

@@ -171,3 +171,10 @@ class TakesTurns:
         """See `MegatronLearner.update`."""
         with self._offload.training(self._learner.role):
             return self._learner.update(*args, **kwargs)
+
+    def logprobs(self, *args: Any, reference: bool = False, **kwargs: Any) -> Any:
+        """See `MegatronLearner.logprobs`; the reference has to be fetched."""
+        if not reference:
+            return self._learner.logprobs(*args, **kwargs)
+        with self._offload.training(self._learner.role):
+            return self._learner.logprobs(*args, reference=True, **kwargs)

@@ -285,6 +285,11 @@ def _build_run(
     folder = run_dir / "checkpoints"
     cursor = Cursor(players.task, "train", seed=config.seed)
     path = checkpoint.newest_good(folder, set_aside=True) if resume else None
+    if resume and path is None:
+        raise ValueError(
+            f"no checkpoint of {run_dir} is whole; those that are damaged are called "
+            "step_N.damaged now. Put a copy of one back, or start a new run"
+        )
     first_step = 0 if path is None else int(path.name.removeprefix("step_"))
     is_writer = dist.get_rank() == 0
     run = Run(

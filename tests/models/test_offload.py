@@ -125,6 +125,7 @@ def taking_turns(parallel: ParallelConfig, *, away: bool) -> list[Any]:
         for learner in runs.values():
             out.append(learner.update(rows(number), LOSS))
             out.append([x.tolist() for x in learner.logprobs(rows(9))])
+            out.append([x.tolist() for x in learner.logprobs(rows(9), reference=True)])
     out.append([[p.sum().item() for p in one.parameters()] for one in learners.values()])
     out.append([one.num_updates for one in runs.values()])
     return out

@@ -116,7 +116,8 @@ def train(run: Run) -> bool:
                 log |= run.critic.learn(terms)
                 publish(run)
                 run.telemetry.log(step, "critic/lead", log)
-                run.memory["critic_entropy"] = log.get("entropy", float("nan"))
+                if "entropy" in log:
+                    run.memory["critic_entropy"] = log["entropy"]
 
         run.generated_tokens += sampled
         run.telemetry.log(step, "play", {**summary(trees_P), "generated_tokens": sampled})
@@ -206,7 +207,7 @@ def has_collapsed(run: Run) -> bool:
     if rule is None or "sampled/uplift_over_shuffled" not in run.measured:
         return False
     useless = run.measured["sampled/uplift_over_shuffled"] <= rule.min_uplift
-    # A frozen critic has no entropy here, and none to lose.
+    # Where no step said how sure the critic is, its worth decides alone.
     entropy = run.memory.get("critic_entropy", 0.0)
     count = run.memory.get("collapse", 0) + 1 if useless and entropy <= rule.max_entropy else 0
     run.memory["collapse"] = count

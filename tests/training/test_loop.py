@@ -15,8 +15,9 @@ import torch
 from helpers_toy import ZERO, Toy, Xor, toy_config, toy_run
 
 from megatron_binac.config import BilevelConfig, Config, EvalConfig
+from megatron_binac.method_config import CollapseConfig
 from megatron_binac.rollout.scripted_engine import Script, ScriptedEngine
-from megatron_binac.training.loop import train
+from megatron_binac.training.loop import CriticCollapse, train
 from megatron_binac.types import Grade, Prompt, Sampling
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "loop_toy.json"
@@ -304,3 +305,46 @@ def test_phases_of_a_step_are_timed(tmp_path: Path) -> None:
     total = sum(step[f"time/{name}"] for name in names)
     assert step["time/step"] == pytest.approx(total + step.get("time/save", 0.0))
     assert all(step[f"time/{name}"] > 0 for name in names)
+
+
+def worthless(uplift: float) -> Callable[..., dict[str, float]]:
+    """An evaluation that finds the feedback to be worth `uplift`."""
+    return lambda *args, **kwargs: {"sampled/uplift_over_shuffled": uplift}
+
+
+def collapsing(**rule: float) -> Config:
+    changes = {"patience": 2, "max_entropy": 99.0, **rule}
+    return small(num_steps=6, eval=EvalConfig(every=1), collapse=CollapseConfig(**changes))
+
+
+def test_a_critic_that_says_nothing_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two evaluations in a row, then it is saved and ended with what to try."""
+    monkeypatch.setattr("megatron_binac.training.loop.evaluate", worthless(0.0))
+    toy = toy_run(tmp_path, collapsing())
+    with pytest.raises(CriticCollapse, match=r"step 2: in 2 evaluations .*critic\.optimizer\.lr"):
+        train(toy.run)
+    assert list(toy.saved) == [2]
+    assert [row["step"] for row in rows(tmp_path)] == [-1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("uplift", "rule"), [(0.2, {}), (0.0, {"min_uplift": -0.1}), (0.0, {"max_entropy": 0.0})]
+)
+def test_a_critic_that_is_of_use_or_still_unsure_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uplift: float, rule: dict[str, float]
+) -> None:
+    monkeypatch.setattr("megatron_binac.training.loop.evaluate", worthless(uplift))
+    assert train(toy_run(tmp_path, collapsing(**rule)).run)
+
+
+def test_one_good_evaluation_starts_the_count_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([0.0, 0.0, 0.3, 0.0, 0.3, 0.0, 0.3])
+    monkeypatch.setattr(
+        "megatron_binac.training.loop.evaluate",
+        lambda *args, **kwargs: {"sampled/uplift_over_shuffled": next(found)},
+    )
+    assert train(toy_run(tmp_path, collapsing()).run)

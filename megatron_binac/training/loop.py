@@ -194,7 +194,7 @@ def finish_step(run: Run, step: int) -> bool:
             f"step {step + 1}: in {run.memory['collapse']} evaluations in a row second answers "
             f"were no better under the critic's feedback than under another problem's (uplift "
             f"{run.measured['sampled/uplift_over_shuffled']:.3f}), at a critic's entropy of "
-            f"{run.memory.get('critic_entropy', float('nan')):.3f} nats per token. The run is "
+            f"{run.memory.get('critic_entropy', 'unknown')} nats per token. The run is "
             "saved. Try a smaller critic.optimizer.lr, a larger critic.loss.kl_coef, more "
             "rollout.revisions, or set collapse=null to go on"
         )

@@ -336,7 +336,9 @@ def test_a_critic_that_is_of_use_or_still_unsure_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uplift: float, rule: dict[str, float]
 ) -> None:
     monkeypatch.setattr("megatron_binac.training.loop.evaluate", worthless(uplift))
-    assert train(toy_run(tmp_path, collapsing(**rule)).run)
+    toy = toy_run(tmp_path, collapsing(**rule))
+    toy.run.memory["critic_entropy"] = 0.5  # what a learner that measures it would leave there
+    assert train(toy.run)
 
 
 def test_one_good_evaluation_starts_the_count_anew(

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "local_slurm.sh"
-PATIENCE_S = 420.0
+PATIENCE_S = 1200.0
 """For what takes seconds on an idle machine."""
 
 # A problem of the train split takes PAUSE seconds to fetch; whoever finds the file HANG takes it
@@ -37,6 +37,67 @@ class Paced(Checksum):
             else:
                 time.sleep(1e6)
         return super().prompt(split, index)
+'''
+
+# A run without torch, for what Slurm does to jobs: a state that each step changes, checkpoints of
+# it, a step that ends when all ranks have come, and the signs of life and exit codes of a real run.
+STANDIN = '''#!{python}
+import hashlib, json, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from megatron_binac import config as configs, pulse, ranks, recipes, run_folder
+
+argv = sys.argv[3:]
+run_dir = Path(argv[argv.index("--run-dir") + 1])
+sets = [argv[i + 1] for i, word in enumerate(argv) if word == "--set"]
+config = configs.override(recipes.get(argv[1]), sets)
+rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+os.environ["RANK"] = str(rank)
+life = os.environ["SLURM_JOB_ID"] + "-" + os.environ.get("SLURM_RESTART_COUNT", "0")
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(number))
+
+def meet(name):
+    place = run_dir / "meet" / (life + "-" + name)
+    place.mkdir(parents=True, exist_ok=True)
+    draft = place / ("draft" + str(rank))
+    draft.write_text(str(heard[0] if heard else 0))
+    draft.rename(place / ("rank" + str(rank)))
+    while len(found := list(place.glob("rank*"))) < world:
+        time.sleep(0.05)
+    return max(int(path.read_text()) for path in found)
+
+if rank == 0:
+    run_folder.claim(run_dir, config, fresh=False)
+while not (run_dir / "config.json").exists():
+    time.sleep(0.05)
+newest = run_folder.latest_checkpoint(run_dir)
+first = 0 if newest is None else int(newest.name[5:])
+state = "" if newest is None else (newest / "state").read_text()
+meet("start")
+beats = pulse.of_rank(run_dir, rank, os.environ)
+for step in range(first, config.num_steps):
+    beats.beat("play")
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+    if rank == 1 and Path(os.environ.get("HANG", "/none")).exists():
+        Path(os.environ["HANG"]).unlink()
+        time.sleep(1e6)
+    state = hashlib.sha256((state + str(step) + str(config.seed)).encode()).hexdigest()
+    beats.beat("save")
+    asked = meet(str(step))
+    if rank == 0:
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({{"step": step}}) + "\\n")
+        draft = run_dir / "checkpoints" / ".draft"
+        draft.mkdir(parents=True)
+        (draft / "state").write_text(state)
+        draft.rename(draft.with_name("step_%06d" % (step + 1)))
+    meet("saved" + str(step))
+    if asked:
+        break
+beats.close()
+sys.exit(ranks.leave(128 + asked if asked and step + 1 < config.num_steps else 0, ""))
 '''
 
 SETTINGS = (

@@ -16,12 +16,12 @@ from typing import Any
 from megatron_binac import config as configs
 from megatron_binac import recipes
 from megatron_binac.config import Config
-from megatron_binac.launch import preflight, records, stages, watch
+from megatron_binac.launch import preflight, records, script, stages, watch
 from megatron_binac.launch import site as sites
 from megatron_binac.launch.preflight import Violation
 from megatron_binac.launch.records import Request
 from megatron_binac.launch.site import Site
-from megatron_binac.launch.stages import CHAIN, STATE, Experiment, Stage
+from megatron_binac.launch.stages import STATE, Experiment, Stage
 
 POLL_S = 5.0
 Layout = Callable[[argparse.Namespace, Config], list[str]]
@@ -138,7 +138,9 @@ def _submit(request: Request, *, dry: bool, wait: bool) -> int:
     request.save()
     if request.executor != "slurm":
         nproc = site.ranks_per_node
-        ident, place, jobs = nemo.run_here(request.name, todo, site, nproc=nproc)
+        ident, place, jobs = nemo.run_here(
+            request.name, todo, site, nproc=nproc, folder=folder
+        )
     else:
         ident, place, jobs = nemo.submit(
             request.name, todo, site, nodes=request.nodes, folder=folder
@@ -181,9 +183,11 @@ def _write_only(nemo: Any, request: Request, todo: list[tuple[Stage, list[int]]]
             shutil.copy(path, out / path.name)
         shutil.rmtree(place)
     else:
-        for stage, _ in todo:
-            text = nemo.script.of_rank(stage, request.where, nproc=request.where.ranks_per_node)
-            (out / f"{stage.name}.sh").write_text(text)
+        where = request.where
+        for stage, left in todo:
+            for index in left:
+                text = script.of_task(stage, index, where, folder, where.ranks_per_node)
+                (out / f"{stage.name}-{index}.sh").write_text(text)
     for path in sorted(out.iterdir()):
         print(path)
     return 0
@@ -266,7 +270,7 @@ def _wanted(args: argparse.Namespace) -> list[str]:
     if args.jobs < 1:
         raise ValueError(f"--jobs is {args.jobs}, expected 1 or more")
     if args.chain:
-        return list(CHAIN)
+        return stages.chain()
     return args.stages.split(",") if args.stages else ["train"]
 
 

@@ -101,7 +101,7 @@ def submit(
 
 
 def run_here(
-    name: str, stages: Sequence[tuple[Stage, list[int]]], where: Site, *, nproc: int
+    name: str, stages: Sequence[tuple[Stage, list[int]]], where: Site, *, nproc: int, folder: Path
 ) -> tuple[str, Path, dict[str, Path]]:
     """Run stages on this machine, one after the other; returns when the last one has ended."""
     with _experiment(name) as experiment:
@@ -111,9 +111,8 @@ def run_here(
             members[stage.name] = []
             for index in todo:
                 task = f"{stage.name}-{index}"
-                text = script.of_rank(stage, where, nproc=nproc)
                 experiment.add(
-                    run.Script(inline=f"export BINAC_TASK={index}\n{text}"),
+                    run.Script(inline=script.of_task(stage, index, where, folder, nproc)),
                     executor=run.LocalExecutor(packager=run.Packager()),
                     name=task,
                     dependencies=before,

@@ -24,11 +24,34 @@ IDLE_LIVES = 5
 """Lives of a job, one after the other, that may end by a stop without a new checkpoint."""
 
 
-def of_rank(stage: Stage, site: Site, *, nproc: int | None = None) -> str:
-    """The script that srun starts once a rank, or once a node with torchrun.
+def of_rank(stage: Stage, site: Site) -> str:
+    """The script that srun starts once a rank, or once a node with torchrun."""
+    lines = _prologue(stage, site)
+    python = shlex.quote(site.python)
+    if stage.all_ranks and site.launcher == "torchrun":
+        lines += _torchrun(python, site)
+    else:
+        binac = f'exec {python} -m megatron_binac "$@"'
+        lines += [f'if [[ -n $captured ]]; then {binac} >"$captured"; fi', binac]
+    return "\n".join(lines) + "\n"
 
-    With `nproc` it is for this machine, without Slurm.
-    """
+
+def of_task(stage: Stage, index: int, site: Site, folder: Path, nproc: int) -> str:
+    """The script of one task on this machine, without Slurm; it marks the task as done itself."""
+    task, record = stage.tasks[index], stage.record(folder, index)
+    ranks = f" --nproc {nproc}" if stage.all_ranks and nproc > 1 else ""
+    binac = f'{shlex.quote(site.python)} -m megatron_binac "$@"{ranks}'
+    lines = [f"export BINAC_TASK={index}", *_prologue(stage, site)]
+    lines.append(f'if [[ -n $captured ]]; then {binac} >"$captured"; else {binac}; fi')
+    if task.drafted:
+        lines.append(f"mv {shlex.quote(str(draft_of(task.makes)))} {shlex.quote(str(task.makes))}")
+    lines.append(f"mkdir -p {shlex.quote(str(record.parent))}")
+    lines.append(f"echo {task.fingerprint} >{shlex.quote(f'{record}.done')}")
+    return "\n".join(lines) + "\n"
+
+
+def _prologue(stage: Stage, site: Site) -> list[str]:
+    """The environment, the place, and the command of this task as "$@"."""
     # Under NeMo-Run's script srun gives ranks a terminal; a log wants plain lines.
     lines = ["set -euo pipefail", "export TERM=dumb"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.env.items()]
@@ -43,16 +66,7 @@ def of_rank(stage: Stage, site: Site, *, nproc: int | None = None) -> str:
         lines.append('export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"')
     lines += _choose(stage)
     lines.append('mkdir -p "$(dirname "$makes")"')
-    python = shlex.quote(site.python)
-    if nproc is not None:
-        lines += _on_this_machine(python, nproc if stage.all_ranks else 1)
-    elif not stage.all_ranks or site.launcher == "srun":
-        binac = f'exec {python} -m megatron_binac "$@"'
-        lines.append(f'if [[ -n $captured ]]; then {binac} >"$captured"; fi')
-        lines.append(binac)
-    else:
-        lines += _torchrun(python, site)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _choose(stage: Stage) -> list[str]:
@@ -82,14 +96,6 @@ def _torchrun(python: str, site: Site) -> list[str]:
         '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" '
         f'--rdzv-endpoint "$MASTER_ADDR:$BINAC_PORT" --max-restarts {site.retries} '
         '--signals-to-handle SIGINT -m megatron_binac "$@"',
-    ]
-
-
-def _on_this_machine(python: str, nproc: int) -> list[str]:
-    ranks = f" --nproc {nproc}" if nproc > 1 else ""
-    return [
-        f'if [[ -n $captured ]]; then {python} -m megatron_binac "$@" >"$captured"',
-        f'else {python} -m megatron_binac "$@"{ranks}; fi',
     ]
 
 

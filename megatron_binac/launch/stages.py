@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -190,6 +191,17 @@ def train(experiment: Experiment) -> Stage:
     return Stage(name="train", tasks=tuple(tasks), after=("warm_actor", "warm_critic"))
 
 
+def export(experiment: Experiment) -> Stage:
+    """The trained actors as Hugging Face folders, whole once the command has ended."""
+    tasks = []
+    for variant in experiment.variants:
+        place = experiment.folder / "export" / variant.name
+        argv = ("convert", str(experiment.run_dir(variant)), str(place), "--role", "actor")
+        key = configs.to_json(variant.config)
+        tasks.append(Task(argv=argv, makes=place / "config.json", key=key))
+    return Stage(name="export", tasks=tuple(tasks), after=("train",), all_ranks=False)
+
+
 def evaluate(experiment: Experiment) -> Stage:
     """Every run on its held-out problems."""
     tasks = []
@@ -242,12 +254,22 @@ CHAIN: dict[str, Callable[[Experiment], Stage | None]] = {
     "warm_actor": warm_actor,
     "warm_critic": warm_critic,
     "train": train,
+    "export": export,
     "eval": evaluate,
     "bench": bench,
     "report": report,
     "compare": compare,
 }
 """Every stage by name, in the order in which they are submitted."""
+
+
+NEEDED = {"export": "safetensors"}
+"""Packages without which a stage is left out of `--chain`."""
+
+
+def chain() -> list[str]:
+    """The stages of `--chain`: all that can run here."""
+    return [name for name in CHAIN if name not in NEEDED or find_spec(NEEDED[name]) is not None]
 
 
 def build(experiment: Experiment, wanted: Collection[str]) -> tuple[Stage, ...]:

@@ -1,6 +1,7 @@
-"""Plain functions that NeMo-Run's tasks call on each rank; they need no NeMo-Run themselves."""
+"""Plain functions that NeMo-Run's tasks call on each rank; they need no NeMo-Run themselves.
 
-from __future__ import annotations
+Without `from __future__ import annotations`, for the reason in `nemo_cli`.
+"""
 
 import runpy
 import sys

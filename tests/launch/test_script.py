@@ -205,3 +205,21 @@ def test_an_array_task_takes_its_own_command(tmp_path: Path) -> None:
     assert f"<{tmp_path}/a b/quickstart-seed2" in words
     assert "<seed=2" in words
     assert script.array(train, [0, 1]) == "0,1"
+
+
+def test_a_task_on_this_machine_marks_itself(tmp_path: Path) -> None:
+    found = stages.variants(["quickstart"], [[]], [], [])
+    held = Experiment(name="e", folder=tmp_path / "e", variants=found)
+    (report,) = stages.build(held, ["report"])
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s " "$@"\nexit ${FAIL:-0}\n')
+    python.chmod(0o755)
+    site = Site(python=str(python), workdir=str(tmp_path))
+    text = script.of_task(report, 0, site, tmp_path / "e", 4)
+    for fail in (1, 0):
+        done = subprocess.run(["bash", "-c", text], env=os.environ | {"FAIL": str(fail)})
+        assert done.returncode == fail
+        assert report.finished(tmp_path / "e", 0) == (fail == 0)
+    assert "--nproc" not in report.tasks[0].makes.read_text()  # one process
+    (train,) = stages.build(held, ["train"])
+    assert '"$@" --nproc 4' in script.of_task(train, 0, site, tmp_path / "e", 4)

@@ -46,15 +46,16 @@ def test_the_chain_says_what_waits_for_what(tmp_path: Path) -> None:
     waits = {name: (stage.when, stage.after) for name, stage in found.items() if stage.after}
     assert waits == {
         "train": ("afterok", ("warm_actor", "warm_critic")),
+        "export": ("afterok", ("train",)),
         "eval": ("afterok", ("train",)),
         # A report shows what there is, also where a run has failed.
         "report": ("afterany", ("train", "eval")),
         "compare": ("afterok", ("train",)),
     }
     # Both seeds share one warm start.
-    assert [len(stage.tasks) for stage in found.values()] == [1, 1, 2, 2, 1, 1, 1]
+    assert [len(stage.tasks) for stage in found.values()] == [1, 1, 2, 2, 2, 1, 1, 1]
     assert [name for name, stage in found.items() if not stage.all_ranks] == [
-        "bench", "report", "compare",
+        "export", "bench", "report", "compare",
     ]  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def test_a_stage_waits_for_those_that_are_there(tmp_path: Path) -> None:
     train, report = stages.build(experiment(tmp_path), ["report", "train"])
     assert (train.name, train.after) == ("train", ())
     assert report.after == ("train",)
+    assert {*CHAIN} - {*stages.chain()} <= {"export"}
     with pytest.raises(ValueError, match="there is no stage 'trian'"):
         stages.build(experiment(tmp_path), ["trian"])
 

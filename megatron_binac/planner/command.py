@@ -142,12 +142,16 @@ def _as_dict(job: Job, result: Search, args: argparse.Namespace, shares: Shares)
 
 
 def _examples(result: Search, each: int = 4) -> list[Any]:
-    """A few lost layouts of every kind, with different reasons."""
+    """A few lost layouts of every kind, the first one for each different reason."""
     shown: list[Any] = []
     for kind in ("illegal", "memory", "slower"):
         reasons: set[str] = set()
         for item in result.lost:
-            key = item.why.split(":")[-1] if kind == "illegal" else item.candidate
+            # What is over or behind by how much differs everywhere; what it is made of does not.
+            words = (
+                item.why.split(": ")[-1] if kind == "illegal" else item.why.rpartition(" of ")[2]
+            )
+            key = "".join(c for c in words if c.isalpha())
             if item.kind == kind and key not in reasons and len(reasons) < each:
                 reasons.add(key)
                 shown.append(item)

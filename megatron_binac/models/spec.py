@@ -109,7 +109,8 @@ def _mixture(role: RoleConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not moe.renormalize,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
+        # The other one copies its counts from the GPU to the host, and only from there.
+        "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
         "expert_model_parallel_size": role.parallel.ep,
         "expert_tensor_parallel_size": role.parallel.tp // role.parallel.ep,
     }

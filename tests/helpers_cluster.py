@@ -41,6 +41,7 @@ class Paced(Checksum):
 
 # A run without torch, for what Slurm does to jobs: a state that each step changes, checkpoints of
 # it, a step that ends when all ranks have come, and the signs of life and exit codes of a real run.
+# In steps 3 and 6 it waits until the file GATE3 or GATE6 is there, whatever GATE is.
 STANDIN = '''#!{python}
 import hashlib, json, os, signal, sys, time
 from pathlib import Path
@@ -80,6 +81,9 @@ beats = pulse.of_rank(run_dir, rank, os.environ)
 for step in range(first, config.num_steps):
     beats.beat("play")
     time.sleep(float(os.environ.get("PAUSE", "0")))
+    gate = Path(os.environ.get("GATE", "/") + str(step))
+    while "GATE" in os.environ and step in (3, 6) and not gate.exists():
+        time.sleep(0.05)
     if rank == 1 and Path(os.environ.get("HANG", "/none")).exists():
         Path(os.environ["HANG"]).unlink()
         time.sleep(1e6)
@@ -210,6 +214,10 @@ class Cluster:
     def control(self, *words: str) -> None:
         """`tools/local_slurm.sh WORDS`: down NODE, up NODE."""
         subprocess.run([SCRIPT, *words, "--root", self.root], check=True, timeout=300)
+
+    def open(self, gate: str) -> None:
+        """Let the ranks that wait at this gate go on."""
+        (self.work / gate).touch()
 
     def kill_rank(self, run_dir: Path, rank: int, number: int = signal.SIGKILL) -> None:
         """A signal to one rank, found by its run folder and its number, on whichever node."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 from pathlib import Path
@@ -220,6 +221,58 @@ def test_vllm_says_what_the_learner_says_after_every_refit(
         assert got[4]["checksum"] != got[5]["checksum"]
         assert got[5]["checksum"] == answers[0][5]["checksum"]
     assert len(list((tmp_path / "refit").glob("version_*"))) == int(transport == "file")
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_senders_over_gpu_memory_fit_vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here: what they are made with, and that they would find all of their calls."""
+    environment()
+    start_distributed()
+    from vllm.distributed.weight_transfer import base, factory, ipc_engine, nccl_engine
+
+    from megatron_binac.rollout import vllm_engine
+    from megatron_binac.rollout.vllm_server import VllmServerEngine
+
+    for name in (
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+    ):
+        theirs = inspect.signature(getattr(base.VLLMWeightSyncClient, name)).parameters
+        assert list(inspect.signature(getattr(VllmServerEngine, name)).parameters) == list(theirs)
+    vllm_engine.register()
+    for backend, inherits in (
+        ("binac_ipc", ipc_engine.IPCWeightTransferEngine),
+        ("binac_nccl", nccl_engine.NCCLWeightTransferEngine),
+    ):
+        made = factory.WeightTransferEngineFactory._registry[backend]()
+        assert issubclass(made, inherits)
+    pairs = [("a", torch.zeros(2, 3)), ("b", torch.ones(4))]
+    weights = Weights(
+        stream=lambda: iter(pairs),
+        metadata=lambda: [(n, t.dtype, tuple(t.shape)) for n, t in pairs],
+    )
+    with pytest.raises(ValueError, match=r"set engine\.transport=file"):
+        vllm_engine.gpu_sender("nccl", None, weights)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen: dict[str, Any] = {}
+    for kind, sender in (
+        ("ipc", ipc_engine.IPCTrainerWeightTransferEngine),
+        ("nccl", nccl_engine.NCCLTrainerWeightTransferEngine),
+    ):
+        accepts = inspect.signature(sender.trainer_init).parameters
+        assert list(accepts) == ["init_info", "client", "source"]
+        monkeypatch.setattr(
+            sender, "trainer_init", lambda info, client, source: seen.update(i=info, s=source)
+        )
+        vllm_engine.gpu_sender(kind, None, weights, address="h", port=9, num_workers=3)
+        assert seen["i"].packed
+        assert seen["i"].is_sender
+        assert isinstance(seen["s"], base.WeightSource)
+        assert [m.name for m in seen["s"].metadata()] == [n for n, _ in seen["s"]] == ["a", "b"]
+    assert (seen["i"].world_size, seen["i"].master_address, seen["i"].master_port) == (4, "h", 9)
 
 
 # ---- without vLLM ------------------------------------------------------------------------------

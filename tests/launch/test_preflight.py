@@ -158,6 +158,10 @@ def test_a_folder_that_holds_something_else(tmp_path: Path) -> None:
     assert not list(preflight.folders(held, site))
     run_folder.claim(tmp_path / "quickstart", held.variants[0].config, fresh=True)
     assert not list(preflight.folders(held, site))
+    # A start that never came to a checkpoint leaves its folder to the next.
+    assert not list(preflight.folders(experiment(tmp_path, "num_steps=3"), site))
+    (tmp_path / "quickstart" / "checkpoints" / "step_000000").mkdir(parents=True)
+    assert not list(preflight.folders(held, site))
     (found,) = preflight.folders(experiment(tmp_path, "num_steps=3"), site)
     assert "num_steps is 400, got 3" in found.found
     (gone,) = preflight.folders(held, Site(workdir=str(tmp_path / "gone")))

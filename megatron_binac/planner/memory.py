@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from megatron_binac.config import ParallelConfig
 from megatron_binac.planner.shapes import Shape
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp8_tensorwise": 2, "fp8_blockwise": 2, "mxfp8": 2}
+"""Of a weight and of an activation between layers: FP8 casts inside a layer, from bf16 weights."""
 PARAM_ALIGN = 64
 """Megatron starts every parameter of a sharded buffer at a multiple of this many elements."""
 BUCKET_ALIGN = 128

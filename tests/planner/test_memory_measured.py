@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 from helpers_ranks import Job
 
+from megatron_binac.config import ModelConfig, ParallelConfig
+from megatron_binac.planner.memory import static_bytes
+from megatron_binac.planner.shapes import Shape
+
 LENGTHS = [9, 32, 17, 24, 32, 12, 30, 8] * 8
 SHAPES = {
     "actor": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 176, "num_query_groups": 2},
@@ -187,3 +191,22 @@ def test_bytes_are_those_of_the_tensors(
                     f"rank {rank} {role} {kind}: planned {expected[kind]:,}, there are "
                     f"{measured[kind]:,} bytes"
                 )
+
+
+def test_fp8_keeps_its_weights_in_bf16() -> None:
+    """Megatron's FP8 recipes hold bf16 parameters and cast them inside each layer."""
+    shape = Shape.of(ModelConfig(), 320)
+    held = [
+        static_bytes(
+            shape,
+            ParallelConfig(),
+            dp=2,
+            stage=0,
+            train=True,
+            reference=True,
+            precision=precision,
+            distributed=True,
+        )
+        for precision in ("bf16", "fp8_tensorwise", "fp8_blockwise", "mxfp8")
+    ]
+    assert held == held[:1] * 4

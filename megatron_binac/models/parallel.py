@@ -101,16 +101,39 @@ def build_groups(role: str, config: ParallelConfig, seed: int) -> Groups:
             f"job; "
             f"change {role}.parallel or --nproc"
         )
-    for name, value in _PRISTINE.items():
-        setattr(parallel_state, name, value)
+    collection, state = _groups_of_layout(config)
     with cpu.region():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.tp,
-            pipeline_model_parallel_size=config.pp,
-            virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
-            expert_model_parallel_size=config.ep,
-            expert_tensor_parallel_size=config.tp // config.ep,
-        )
-        collection = ProcessGroupCollection.use_mpu_process_groups()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Groups(role=role, config=config, collection=collection, state=_globals())
+    return Groups(role=role, config=config, collection=collection, state=state)
+
+
+_Layout = tuple[ProcessGroupCollection, dict[str, Any]]
+_built: dict[tuple[int, ...], _Layout] = {}
+_built_for: Any = None
+"""The job's process group that `_built` is of; another one starts afresh."""
+
+
+def _groups_of_layout(config: ParallelConfig) -> _Layout:
+    """Process groups of a layout, made once: roles that are split alike share them.
+
+    A layout has some twenty groups, and each is three threads under gloo or a communicator with
+    buffers of its own under NCCL. Roles never talk at the same time, so that one set does.
+    """
+    global _built_for
+    if _built_for is not dist.group.WORLD:
+        _built.clear()
+        _built_for = dist.group.WORLD
+    key = (config.tp, config.pp, config.vpp, config.ep)
+    for name, value in (_built[key][1] if key in _built else _PRISTINE).items():
+        setattr(parallel_state, name, value)
+    if key not in _built:
+        with cpu.region():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tp,
+                pipeline_model_parallel_size=config.pp,
+                virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+                expert_model_parallel_size=config.ep,
+                expert_tensor_parallel_size=config.tp // config.ep,
+            )
+            _built[key] = (ProcessGroupCollection.use_mpu_process_groups(), _globals())
+    return _built[key]

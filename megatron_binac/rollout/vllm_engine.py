@@ -127,6 +127,29 @@ def completion(ids: Sequence[int], logprobs: Any, sampling: Sampling, version: i
     )
 
 
+def check_request(
+    who: str,
+    version: int,
+    prompts: Sequence[np.ndarray],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    max_model_len: int,
+) -> None:
+    """ValueError where there is not a seed for each prompt, nothing was published yet, or a prompt
+    leaves no room. `who` begins the sentence, as in "the engine has"."""
+    if len(prompts) != len(seeds):
+        raise ValueError(f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each")
+    if version < 0:
+        raise ValueError(f"{who} no weights yet; call publish first")
+    longest = max((len(p) for p in prompts), default=0)
+    if longest + sampling.max_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
+            f"max_model_len {max_model_len}; raise model.max_sequence_length or "
+            "lower rollout.max_*_tokens"
+        )
+
+
 class VllmEngine:
     """One role's engine over vLLM's offline `LLM`. See `Engine`."""
 
@@ -180,19 +203,8 @@ class VllmEngine:
         self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
-        if len(prompts) != len(seeds):
-            raise ValueError(
-                f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each"
-            )
-        if self.version < 0:
-            raise ValueError("the engine has no weights yet; call publish first")
-        longest = max((len(p) for p in prompts), default=0)
-        if longest + sampling.max_tokens > self.settings.max_model_len:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
-                f"max_model_len {self.settings.max_model_len}; raise model.max_sequence_length or "
-                "lower rollout.max_*_tokens"
-            )
+        limit = self.settings.max_model_len
+        check_request("the engine has", self.version, prompts, seeds, sampling, limit)
         self._wake("weights", "kv_cache")
         rank, count = dist.get_rank(), dist.get_world_size() // self.settings.tp
         replica = rank // self.settings.tp

@@ -25,6 +25,7 @@ from megatron_binac.models import cpu
 from megatron_binac.rollout.refit import BUCKET_BYTES, Checksum, Folder, Report, log_first
 from megatron_binac.rollout.vllm_engine import (
     Weights,
+    check_request,
     completion,
     gpu_sender,
     ipc_json,
@@ -101,19 +102,8 @@ class VllmServerEngine:
         self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
-        if len(prompts) != len(seeds):
-            raise ValueError(
-                f"got {len(seeds)} seeds for {len(prompts)} prompts, expected one each"
-            )
-        if self.version < 0:
-            raise ValueError("the servers have no weights yet; call publish first")
-        longest = max((len(p) for p in prompts), default=0)
-        if longest + sampling.max_tokens > self.settings.max_model_len:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} new ones do not fit "
-                f"max_model_len {self.settings.max_model_len}; raise model.max_sequence_length or "
-                "lower rollout.max_*_tokens"
-            )
+        limit = self.settings.max_model_len
+        check_request("the servers have", self.version, prompts, seeds, sampling, limit)
         num, urls = len(prompts), self.settings.urls
 
         def ask_all() -> list[Completion]:

@@ -28,11 +28,7 @@ from megatron_binac.method_config import (
     TextCriticConfig,
     ValueHeadConfig,
 )
-
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
+from megatron_binac.method_config import check as _check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,7 +64,6 @@ class Situation:
         return np.asarray(self.players.template.attempt_ids(tree.prompt), np.int32)
 
 
-Role = Literal["actor", "critic"]
 Credit = Callable[[Situation], tuple[list[Turn], dict[str, float]]]
 """Gives every turn of a role its advantage; returns the turns to learn from, and what is logged."""
 Extra = Callable[[Situation], tuple[list[Term], dict[str, float]]]

@@ -12,6 +12,7 @@ is saved before they are grown, so that a resumed run grows the same ones again,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import json
@@ -45,7 +46,11 @@ HEADERS = 8192
 """Bytes on the disk beside the numbers of one parameter and its optimizer state."""
 
 WRITE_ERRORS = ("PytorchStreamWriter", "inline_container", "iostream error")
-"""Signs of a torch.save that could not write; it does not say that a disk is full."""
+"""Signs of a torch.save that could not write; it does not say why."""
+
+PROBE_BYTES = 65536
+"""Of the file that is tried after such a failure. Little: a disk that is not full has to take it;
+and more than a disk has left after a file that stopped for want of room."""
 
 
 def step_name(step: int) -> str:
@@ -427,16 +432,34 @@ class _disk_errors:
             # told: they end as this one does, when its connections close.
             if isinstance(error, RuntimeError) and not _of_the_disk(error):
                 return
-            number = error.errno if isinstance(error, OSError) else errno.ENOSPC
+            known = error.errno if isinstance(error, OSError) else None
+            number = known or _ask_the_disk(self.target.parent)
             raise _failure(self.target, OSError(number, str(error))) from error
         if isinstance(error, CheckpointException):  # on all ranks at once; one knows the reasons
             text = "; ".join(str(exception) for exception, _ in error.failures.values())
             found = re.search(r"\[Errno (\d+)\]", text)
-            unknown = errno.ENOSPC if any(sign in text for sign in WRITE_ERRORS) else errno.EIO
-            reason = OSError(int(found[1]) if found else unknown, text)
+            number = int(found[1]) if found else _ask_the_disk(self.target.parent)
+            reason = OSError(number, text)
         elif error is not None:
             return
         _raise_together(reason, self.target)
+
+
+def _ask_the_disk(folder: Path) -> int:
+    """What the disk answers to a small file now, for a failure that did not say; EIO where the
+    file is written."""
+    probe = folder / f".probe_{dist.get_rank()}.draft"
+    try:
+        with open(probe, "wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno or errno.EIO
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return errno.EIO
 
 
 def _of_the_disk(error: RuntimeError) -> bool:
@@ -548,10 +571,11 @@ def _raise_together(problem: OSError | None, target: Path) -> None:
 
 def _failure(target: Path, error: OSError) -> OSError:
     reason = error.strerror or str(error)
+    advice = "see to the disk"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason = f"the disk is full ({reason})"
+        reason, advice = f"the disk is full ({reason})", "free some space"
     return OSError(
         error.errno,
-        f"checkpoint {target} could not be written: {reason}; free some space and go on with "
+        f"checkpoint {target} could not be written: {reason}; {advice} and go on with "
         f"binac train --resume {target.parent.parent}: older checkpoints are whole",
     )

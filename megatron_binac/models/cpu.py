@@ -11,6 +11,7 @@ refused, not guessed at.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import warnings
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def enable() -> None:
         return
     _enabled = True
     _name_what_is_absent()
+    _pass_on_write_errors()
     if torch.cuda.is_available():
         return
     # One function object per name: torch's compiler refuses one object under two names.
@@ -157,6 +159,24 @@ def _name_what_is_absent() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _pass_on_write_errors() -> None:
+    """Let a save that failed say why. Megatron-Core 0.19 asserts that its writer returned a list,
+    and where that returned an OSError no more than the name of that class reaches anybody; what
+    the writer raises is passed on in full."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    @functools.wraps(write)  # its parameters are counted
+    def write_or_raise(*args: Any, **kwargs: Any) -> Any:
+        returned = write(*args, **kwargs)  # older releases return nothing, and pass on the error
+        if returned is not None and isinstance(returned[1], Exception):
+            raise returned[1]
+        return returned
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write_or_raise)
 
 
 def _load_torch_adam() -> None:

@@ -373,8 +373,15 @@ def test_a_disk_that_fills_up_amid_a_save_leaves_the_last_checkpoint_whole(
     assert got.get("whole", True)
 
 
-def one_rank_fails(folder: Path, failing: int) -> tuple[int | None, str, list[str]]:
-    """The writer of one rank meets a full disk; afterwards the disk is well again."""
+FULL = OSError(errno.ENOSPC, "No space left on device")
+BROKEN = OSError(errno.EIO, "Input/output error")
+UNNAMED = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+
+def one_rank_fails(
+    folder: Path, failing: int, error: Exception
+) -> tuple[int | None, str, list[str]]:
+    """The writer of one rank meets an error of the disk; afterwards the disk is well again."""
     start_distributed()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -382,11 +389,11 @@ def one_rank_fails(folder: Path, failing: int) -> tuple[int | None, str, list[st
     steps(learner, 0, 1)
     checkpoint.save(folder, 1, {"actor": learner}, {}, keep=5)
 
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*args: Any) -> None:
+        raise error
 
     if dist.get_rank() == failing:
-        filesystem_async.open = full
+        filesystem_async.open = fail
     caught = None
     try:
         checkpoint.save(folder, 2, {"actor": learner}, {}, keep=5)
@@ -404,10 +411,16 @@ def one_rank_fails(folder: Path, failing: int) -> tuple[int | None, str, list[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
-def test_every_rank_hears_of_the_writer_that_failed(tmp_path: Path, failing: int) -> None:
-    for number, says, left in run_ranks(2, one_rank_fails, tmp_path, failing, timeout=300):
-        assert number == errno.ENOSPC
-        assert "No space left on device" in says
+@pytest.mark.parametrize("error", [FULL, BROKEN, UNNAMED], ids=["full", "broken", "unnamed"])
+def test_every_rank_hears_of_the_writer_that_failed_and_why(
+    tmp_path: Path, failing: int, error: Exception
+) -> None:
+    """A failure that names no reason is none of room where the disk has some."""
+    for number, says, left in run_ranks(2, one_rank_fails, tmp_path, failing, error, timeout=300):
+        assert number == (errno.ENOSPC if error is FULL else errno.EIO)
+        assert str(error) in says
+        assert ("the disk is full" in says) == (error is FULL)
+        assert ("free some space and go on" in says) == (error is FULL)
         assert left == ["step_000001"]
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert json.loads((tmp_path / "step_000002" / "state.json").read_text())["step"] == 2

@@ -299,33 +299,38 @@ class CheapestBin {
   // Every bin begins at cost 0.
   explicit CheapestBin(i64 num_bins) {
     while (leaves_ < num_bins) leaves_ *= 2;
-    cost_.assign(leaves_, kAside);
-    std::fill_n(cost_.begin(), num_bins, 0);
-    winner_.resize(2 * leaves_);
-    std::iota(winner_.begin() + leaves_, winner_.end(), 0);
-    for (i64 n = leaves_ - 1; n > 0; --n) winner_[n] = winner_[2 * n];
+    nodes_.resize(2 * leaves_);
+    for (i64 b = 0; b < leaves_; ++b) {
+      nodes_[leaves_ + b] = {b < num_bins ? 0 : kAside, static_cast<i32>(b)};
+    }
+    for (i64 n = leaves_ - 1; n > 0; --n) nodes_[n] = nodes_[2 * n];
   }
 
-  i32 bin() const { return winner_[1]; }
-  i64 cost() const { return cost_[winner_[1]]; }
+  i32 bin() const { return nodes_[1].bin; }
+  i64 cost() const { return nodes_[1].cost; }
 
   void set(i32 bin, i64 cost) {
-    cost_[bin] = cost;
-    for (i64 at = leaves_ + bin; at > 1;) {
-      const i32 other = winner_[at ^ 1];
-      const i64 other_cost = cost_[other];
-      const bool other_wins = other_cost < cost + (at & 1);  // the left one wins a tie
-      bin = other_wins ? other : bin;
-      cost = other_wins ? other_cost : cost;
-      at >>= 1;
-      winner_[at] = bin;
+    i64 at = leaves_ + bin;
+    Node best{cost, bin};
+    nodes_[at] = best;
+    for (; at > 1; at >>= 1) {
+      const Node& other = nodes_[at ^ 1];
+      // All ones where the other one wins; the left one wins a tie. Written out, since a compiler
+      // makes a jump of a conditional.
+      const i64 other_wins = -static_cast<i64>(other.cost < best.cost + (at & 1));
+      best.cost ^= (best.cost ^ other.cost) & other_wins;
+      best.bin ^= (best.bin ^ other.bin) & static_cast<i32>(other_wins);
+      nodes_[at >> 1] = best;
     }
   }
 
  private:
+  struct Node {  // winner of the knock-out below; the leaves are the bins
+    i64 cost;
+    i32 bin;
+  };
   i64 leaves_ = 1;
-  std::vector<i64> cost_;
-  std::vector<i32> winner_;  // of the knock-out below each node; the leaves are the bins
+  std::vector<Node> nodes_;
 };
 
 // Bins filled one after the other, each around the largest item that is left, with what fills it best

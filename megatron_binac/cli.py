@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_binac import __version__
+from megatron_binac.arguments import Parser, positive, whole
 from megatron_binac.launch import arguments
 
 if TYPE_CHECKING:
@@ -194,8 +195,6 @@ def _eval(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{run_dir} has no checkpoint yet; go on with binac train --resume {run_dir}"
         )
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise ValueError(f"--num-prompts is {args.num_prompts}, expected 1 or more")
     if args.output is not None and args.output.exists():
         raise ValueError(f"{args.output} exists already; pass a new --output")
     if "RANK" not in os.environ and world > 1:
@@ -352,8 +351,6 @@ def _world_size(nproc: int | None) -> int | None:
     """Ranks of the job: what the environment says, else --nproc; None where neither does."""
     from megatron_binac import ranks
 
-    if nproc is not None and nproc < 1:
-        raise ValueError(f"--nproc is {nproc}, expected 1 or more")
     world = ranks.existing(os.environ)
     if world is not None and nproc not in (None, world):
         raise ValueError(
@@ -566,7 +563,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="binac",
         description="Train an actor and a critic that writes feedback, on Megatron-Core.",
         allow_abbrev=False,
@@ -622,7 +619,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "default: as it is stored"
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=text)
     text = "largest safetensors file, where the source does not say (default 5)"
-    convert.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help=text)
+    convert.add_argument("--shard-gb", type=positive, default=5.0, metavar="GB", help=text)
 
     doctor = _command(commands, "doctor", _doctor, "what is installed here and what is chosen")
     doctor.add_argument("--json", action="store_true")
@@ -686,7 +683,9 @@ def _command(
 
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default 1)")
+    parser.add_argument(
+        "--nproc", type=whole(1), metavar="N", help="ranks on this machine (default 1)"
+    )
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -696,7 +695,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
             if flag == "sp":
                 group.add_argument(f"--{prefix}sp", action="store_true", default=None, help=what)
             else:
-                group.add_argument(f"--{prefix}{flag}", type=int, metavar="N", help=what)
+                group.add_argument(f"--{prefix}{flag}", type=whole(1), metavar="N", help=what)
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
@@ -705,7 +704,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     text = "what the runs are equal in (default tokens: those that were generated)"
     parser.add_argument("--by", choices=("tokens", "steps", "time"), default="tokens", help=text)
     text = "so many tokens, steps or seconds (default: as many as all runs have)"
-    parser.add_argument("--at", type=float, metavar="N", help=text)
+    parser.add_argument("--at", type=positive, metavar="N", help=text)
     text = "the recipe that the others are set against, paired by seed (default: the first)"
     parser.add_argument("--baseline", metavar="RECIPE", help=text)
     parser.add_argument("--decoding", choices=("sampled", "greedy"), default="sampled")
@@ -721,7 +720,9 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_eval_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="default: as in the config")
+    parser.add_argument(
+        "--num-prompts", type=whole(1), metavar="N", help="default: as in the config"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write the numbers as JSON"
     )

@@ -116,7 +116,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["train", "toy", "--nproc", "4", "--actor-pp", "3"], "change parallel.pp"),
         (["train", "toy", "--vpp", "2"], "set pp above 1"),
         (["train", "toy", "--sp"], "set tp above 1"),
-        (["train", "toy", "--nproc", "0"], "--nproc is 0, expected 1 or more"),
+        (["train", "toy", "--nproc", "0"], "--nproc: got '0', expected an integer of 1 or more"),
         (["train", "lone", "--critic-tp", "2"], "lone has no critic"),
         (["train", "toy", "--resume", "absent"], "absent is not a run folder"),
         (["eval", "absent"], "absent is not a run folder"),

@@ -17,7 +17,7 @@ PACKAGE = "megatron_binac"
 # Floors from the ground up. A module imports from lower floors, and on its own floor only as
 # OWN_FLOOR says. The first pattern that fits a module counts.
 FLOORS: list[tuple[int, tuple[str, ...]]] = [
-    (0, ("config", "method_config", "types", "seeds", "__init__")),
+    (0, ("config", "method_config", "types", "seeds", "arguments", "__init__")),
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
     (1, ("quickstart", "method_recipes", "pretrained_recipes")),
     (1, ("tokenizer", "run_folder", "ranks", "pulse", "planner", "planner.*", "report", "terms")),
@@ -76,8 +76,8 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "gguf": ("models.convert.gguf",),
 }
 TORCH_FREE = (
-    "config", "method_config", "types", "seeds", "__init__", "__main__", "tasks", "tasks.*",
-    "packing", "packing_reference",
+    "config", "method_config", "arguments", "types", "seeds", "__init__", "__main__", "tasks",
+    "tasks.*", "packing", "packing_reference",
     "recipes", "quickstart", "method_recipes", "pretrained_recipes", "terms", "tokenizer",
     "run_folder", "planner", "planner.*", "ranks", "cli",
     "report", "launch", "launch.*", "pulse",

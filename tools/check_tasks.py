@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_binac.arguments import whole
 from megatron_binac.tasks import build_task
 from megatron_binac.tasks.code import Problem, problem
 from megatron_binac.tasks.data import read_rows
@@ -598,8 +599,8 @@ CHECKS: dict[str, Callable[[argparse.Namespace], bool]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="+", choices=[*CHECKS, "all"])
-    parser.add_argument("--limit", type=int, help="take this many problems only")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--limit", type=whole(1), help="take this many problems only")
+    parser.add_argument("--workers", type=whole(1), default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     failed = []

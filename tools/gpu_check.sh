@@ -48,7 +48,7 @@ cat "$out/versions.txt"
 status=0
 "$PY" -m pytest -m "gpu or multi_gpu" -ra --durations=10 "$@" 2>&1 | tee "$out/pytest.txt" || status=1
 if ((bench)); then
-  "$PY" -m megatron_binac.benchmark.kernels --json > "$out/bench.json" || status=1
+  "$PY" -m megatron_binac bench kernels --json > "$out/bench.json" || status=1
   "$PY" -c "import json, sys; d = json.load(open(sys.argv[1])); print(d['device'], d['backend']);
 [print(r['task'], r['implementation'], round(r['milliseconds'], 3), 'ms') for r in d.get('rows', [])]" \
     "$out/bench.json"

@@ -121,8 +121,10 @@ def killed_once(folder: Path, background: bool, wait: float) -> tuple[int, str]:
 
 def main() -> int:
     """Returns 0 where a good checkpoint was there after every kill."""
+    from megatron_binac.arguments import whole
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=whole(1), default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--background", action="store_true", help="only saves in the background")
     args = parser.parse_args()

@@ -144,12 +144,14 @@ def table(title: str, unit: float, name: str, sizes: Sizes, seen: Mapping | None
 
 
 def main() -> int:
+    from megatron_binac.arguments import whole
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--actor", default="llama3:8b")
     parser.add_argument("--critic", default="llama3:8b")
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--gpus", type=whole(1), default=8)
+    parser.add_argument("--tp", type=whole(1), default=2)
+    parser.add_argument("--pp", type=whole(1), default=1)
     parser.add_argument("--no-reference", action="store_true", help="without a KL to a reference")
     args = parser.parse_args()
     counted, planned, seen = measured()

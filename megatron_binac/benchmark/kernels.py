@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_binac import kernels
 from megatron_binac.algo import advantages, distill, losses
 from megatron_binac.algo.losses import PolicyLossConfig
+from megatron_binac.arguments import Parser, whole
 from megatron_binac.kernels.reference import BACKWARD_ROWS
 
 Step = Callable[[], object]
@@ -409,7 +410,9 @@ def measure_all(size: Size, device: torch.device, repeats: int) -> list[Speed]:
 def compile_table(arches: Sequence[str]) -> list[dict[str, object]]:
     """Registers, shared memory, spills and matrix instructions of every launch, by architecture.
 
-    Raises RuntimeError under TRITON_INTERPRET=1, ImportError without Triton.
+    Raises ValueError for an architecture that the kernels are not tested for (LLVM would abort the
+    process on one it does not know), RuntimeError under TRITON_INTERPRET=1, ImportError without
+    Triton.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError(
@@ -417,6 +420,9 @@ def compile_table(arches: Sequence[str]) -> list[dict[str, object]]:
         )
     from megatron_binac.kernels import offline
 
+    unknown = [arch for arch in arches if arch not in offline.ARCHES]
+    if unknown:
+        raise ValueError(f"--arch {unknown[0]}: expected one of {', '.join(offline.ARCHES)}")
     launches = offline.default_launches()
     return [asdict(offline.compile_launch(x, arch)) for arch in arches for x in launches]
 
@@ -463,24 +469,42 @@ def print_speeds(speeds: Sequence[Speed]) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 where parity failed (no speed is printed then); 2 for wrong use."""
-    parser = argparse.ArgumentParser(prog="binac bench kernels", description=__doc__)
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="binac bench kernels", description=__doc__)
     parser.add_argument("--compile-only", action="store_true", help="only the offline compile")
-    parser.add_argument("--arch", nargs="+", default=["sm_90"], metavar="sm_NN")
+    text = "with --compile-only; default sm_90"
+    parser.add_argument("--arch", nargs="+", metavar="sm_NN", help=text)
     parser.add_argument("--roofline", action="store_true", help="only the paper roofline")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=131072)
-    parser.add_argument("--repeats", type=int, default=5, help="a median is over this many")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default auto")
+    parser.add_argument("--tokens", type=whole(1, 2**24), help="default 8192")
+    parser.add_argument("--hidden", type=whole(1, 2**17), help="default 4096")
+    parser.add_argument("--vocab", type=whole(2, 2**24), help="default 131072")
+    text = "a median is over this many; default 5"
+    parser.add_argument("--repeats", type=whole(1), help=text)
     parser.add_argument("--json", action="store_true", help="one object instead of tables")
     args = parser.parse_args(argv)
+    if args.arch and not args.compile_only:
+        parser.error("--arch is of --compile-only; add that or leave --arch out")
+    other = {"--compile-only": ("roofline", "tokens", "hidden", "vocab"), "--roofline": ()}
+    mode = "--compile-only" if args.compile_only else "--roofline" if args.roofline else None
+    for name in (*other[mode], "device", "repeats") if mode else ():
+        if getattr(args, name):
+            parser.error(f"got {mode} and --{name}, which it does not use; leave one of them out")
+    for name, default in (("tokens", 8192), ("hidden", 4096), ("vocab", 131072), ("repeats", 5)):
+        setattr(args, name, getattr(args, name) or default)
+    args.arch = args.arch or ["sm_90"]
+    args.device = args.device or "auto"
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 where parity failed (no speed is printed then); 2 for wrong use."""
+    args = _options(argv)
     size = Size(num_tokens=args.tokens, hidden=args.hidden, vocab=args.vocab)
     if args.compile_only:
         try:
             rows = compile_table(args.arch)
-        except (RuntimeError, ImportError) as error:
+        except (ValueError, RuntimeError, ImportError) as error:
             print(f"binac bench kernels: {error}", file=sys.stderr)
             return 2
         if args.json:
@@ -527,7 +551,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(result))
     return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ say that they were not.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -23,6 +22,7 @@ from types import ModuleType
 import numpy as np
 
 from megatron_binac import packing, packing_reference
+from megatron_binac.arguments import Parser, whole
 from megatron_binac.packing import Alignment, CostModel, Plan
 
 COSTS = CostModel.from_shape(
@@ -142,7 +142,8 @@ def bench_cell(
     law: str, num: int, capacity: int, dp_size: int, align: Alignment, *, with_baselines: bool
 ) -> Row:
     """Measure one cell, with or without the two baselines."""
-    lengths = draw_lengths(law, num, capacity)
+    longest = max(capacity // align.total_multiple * align.total_multiple, 1)
+    lengths = draw_lengths(law, num, longest)
     core = packing._core
     plan = plan_with(core, lengths, capacity, dp_size, align)
     repeats = 20 if num <= 1000 else 5 if num <= 100_000 else 3
@@ -155,7 +156,7 @@ def bench_cell(
             lambda: plan_with(packing_reference, lengths, capacity, dp_size, align),
             3 if num <= 1000 else 1,
         )
-        bins, by_first_fit = measured_first_fit(law, num, capacity)
+        bins, by_first_fit = measured_first_fit(law, num, longest)
         rank_cost = np.bincount(bins % dp_size, weights=cost, minlength=dp_size)
         baselines = {
             "reference_cpu_seconds": by_reference,
@@ -309,16 +310,29 @@ def _measured(value: float | None, form: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; without arguments, the whole grid."""
-    parser = argparse.ArgumentParser(prog="binac bench packing", description=__doc__)
-    parser.add_argument("--num-sequences", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
-    parser.add_argument("--dp", type=int, nargs="+", default=[1, 8, 64], metavar="D")
-    parser.add_argument("--capacity", type=int, nargs="+", default=[4096, 32768], metavar="C")
+    parser = Parser(prog="binac bench packing", description=__doc__)
+    parser.add_argument(
+        "--num-sequences",
+        type=whole(1, 50_000_000),
+        nargs="+",
+        default=[1000, 100_000, 1_000_000],
+        metavar="N",
+    )
+    parser.add_argument("--dp", type=whole(1, 2**20), nargs="+", default=[1, 8, 64], metavar="D")
+    parser.add_argument(
+        "--capacity", type=whole(1, packing.MAX_ROOM), nargs="+", default=[4096, 32768], metavar="C"
+    )
     parser.add_argument("--law", nargs="+", choices=LAWS, default=list(LAWS))
-    parser.add_argument("--pack-multiple", type=int, default=16, help="tokens, default 16 (FP8)")
-    parser.add_argument("--seq-multiple", type=int, default=1)
+    parser.add_argument(
+        "--pack-multiple",
+        type=whole(1, packing.MAX_ROOM),
+        default=16,
+        help="tokens, default 16 (FP8)",
+    )
+    parser.add_argument("--seq-multiple", type=whole(1, packing.MAX_ROOM), default=1)
     parser.add_argument(
         "--baseline-limit",
-        type=int,
+        type=whole(0),
         default=100_000,
         help="up to so many sequences the slow baselines plan every cell, above it one cell of "
         "each size (the first law, the largest capacity and DP); default 100000",
@@ -354,7 +368,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_table(rows, gathered)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ as its error. Weak scaling is twice the prompts on twice the ranks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_binac.arguments import Parser, whole
 from megatron_binac.benchmark.workload import WORKLOADS, workload_config
 
 
@@ -64,9 +64,9 @@ def predict(few: Any, many: Any, prompts: tuple[int, int], share: float, clock: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, predict, compare; the exit code."""
-    parser = argparse.ArgumentParser(prog="binac bench scaling", description=__doc__)
+    parser = Parser(prog="binac bench scaling", description=__doc__)
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="quickstart_grpo")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N")
+    parser.add_argument("--repeats", type=whole(1), default=10, metavar="N")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_binac.arguments import Parser, whole
 from megatron_binac.benchmark.machine import (
     PeakMemory,
     describe,
@@ -356,22 +357,18 @@ def print_table(result: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit code."""
-    parser = argparse.ArgumentParser(prog="binac bench", description=__doc__)
+    parser = Parser(prog="binac bench", description=__doc__)
     parser.add_argument("what", choices=tuple(PHASES))
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="quickstart")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N")
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine")
+    parser.add_argument("--warmup", type=whole(0), default=3, metavar="N")
+    parser.add_argument("--repeats", type=whole(1), default=10, metavar="N")
+    parser.add_argument("--nproc", type=whole(1), metavar="N", help="ranks on this machine")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--save", action="store_true", help="also time a checkpoint")
     parser.add_argument("--profile", action="store_true", help="share of the step by kind of work")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace for each rank")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    if args.repeats < 1 or args.warmup < 0:
-        raise ValueError(
-            f"got --repeats {args.repeats} --warmup {args.warmup}, expected 1 and 0 or more"
-        )
     if args.nproc and args.nproc > 1 and not dist.is_torchelastic_launched():
         own = list(sys.argv[1:] if argv is None else argv)
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -53,8 +53,6 @@ def _launch(args: argparse.Namespace, layout: Layout) -> int:
     site = _site(args)
     executor = args.executor or _default_executor(args, site)
     nodes: int = args.nodes
-    if nodes < 1:
-        raise ValueError(f"--nodes is {nodes}, expected 1 or more")
     if executor != "slurm" and nodes > 1:
         raise ValueError(f"--nodes {nodes} needs --executor slurm; this machine is one node")
     if executor == "local" and site.ranks_per_node > 1:
@@ -267,8 +265,6 @@ def _anchored(config: Config, site: Site) -> list[str]:
 def _wanted(args: argparse.Namespace) -> list[str]:
     if args.chain and args.stages:
         raise ValueError("got --chain and --stages; --chain is all of them, give one of the two")
-    if args.jobs < 1:
-        raise ValueError(f"--jobs is {args.jobs}, expected 1 or more")
     if args.chain:
         return stages.chain()
     return args.stages.split(",") if args.stages else ["train"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from megatron_binac.arguments import positive, whole
 from megatron_binac.config import Config
 from megatron_binac.planner import hardware, published, shapes
 from megatron_binac.planner.layouts import Job, Planned, Search, search
@@ -40,11 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "shape of both roles instead of the recipe's, such as llama3:8b"
     parser.add_argument("--model", metavar="FAMILY:SIZE", help=text)
     parser.add_argument("--critic-model", metavar="FAMILY:SIZE", help="shape of the critic alone")
-    parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=200, metavar="N")
     text = "mean answer over the longest allowed (default 0.6)"
-    parser.add_argument("--mean-share", type=float, default=0.6, metavar="X", help=text)
-    parser.add_argument("--steps", type=int, metavar="N", help="default: the recipe's num_steps")
-    parser.add_argument("--price", type=float, metavar="X", help="of a GPU hour")
+    parser.add_argument("--mean-share", type=positive, default=0.6, metavar="X", help=text)
+    parser.add_argument(
+        "--steps", type=whole(1), metavar="N", help="default: the recipe's num_steps"
+    )
+    parser.add_argument("--price", type=positive, metavar="X", help="of a GPU hour")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     text = "the model against published steps, fitted and held out"
     parser.add_argument("--published", action="store_true", help=text)

@@ -25,7 +25,7 @@ def test_triton_compiled(name: str, run_python: Callable[..., str]) -> None:
 @pytest.mark.gpu
 def test_bench_finds_parity_and_prints_speeds(run_python: Callable[..., str]) -> None:
     output = run_python(
-        *("-m", "megatron_binac.benchmark.kernels", "--device", "cuda", "--json"),
+        *("-m", "megatron_binac", "bench", "kernels", "--device", "cuda", "--json"),
         *("--tokens", "2048", "--hidden", "1024", "--vocab", "32000"),
     )
     result = json.loads(output.strip().splitlines()[-1])

@@ -23,7 +23,7 @@ PRODUCTS = ("linear_stats bf16", "linear_dlogits bf16", "accumulate bf16")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100"])
 def test_every_launch_compiles_without_spills(arch: str, run_python: Callable[..., str]) -> None:
     output = run_python(
-        *("-m", "megatron_binac.benchmark.kernels", "--compile-only", "--arch", arch, "--json"),
+        *("-m", "megatron_binac", "bench", "kernels", "--compile-only", "--arch", arch, "--json"),
         timeout=2900,
     )
     rows = json.loads(output.strip().splitlines()[-1])["rows"]

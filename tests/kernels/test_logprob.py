@@ -472,7 +472,7 @@ def test_extra_memory_is_two_percent_of_the_logits(
     """T = 8192, V = 128k, against logits in the dtype of the inputs: all that is alive at once in a
     forward and a backward, but for inputs, gradients and the results of the size of T."""
     if uses_triton and device.type == "cpu":
-        pytest.skip("the interpreter would need an hour; test_offline.py counts on meta tensors")
+        pytest.skip("minutes under the interpreter; test_offline.py counts on meta tensors")
     num_tokens, num_columns, width = 8192, 131072, 16
     hidden = torch.randn(num_tokens, width, device=device).to(dtype).requires_grad_()
     weight = torch.randn(num_columns, width, device=device).to(dtype).requires_grad_()

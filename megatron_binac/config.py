@@ -672,6 +672,22 @@ class TrackConfig:
     """Weights & Biases project; None is off. Needs the extra `track`."""
     transcripts_per_step: int = 1
     """Trees written to `transcripts.jsonl` each step."""
+    trace: bool = False
+    """A Chrome trace of the phases of every rank, in `trace/` of the run folder."""
+    profile_steps: int = 0
+    """So many steps, from the third of a start on, under torch's profiler: a trace a rank."""
+    nvtx: bool = False
+    """NVTX ranges around the phases, for Nsight Systems; needs a CUDA device."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self.transcripts_per_step >= 0,
+            f"track.transcripts_per_step is {self.transcripts_per_step}, expected 0 or more",
+        )
+        _check(
+            self.profile_steps >= 0,
+            f"track.profile_steps is {self.profile_steps}, expected 0 or more",
+        )
 
 
 STAGED = ("bilevel.", "credit.", "rollout.", "self_distill.", "actor.loss.", "critic.loss.")

@@ -28,7 +28,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (4, ("rollout.vllm_engine", "rollout.megatron_engine", "rollout.play", "rollout.batch")),
     (4, ("rollout.hf_engine",)),
     (5, ("rollout.*", "rollout", "objectives.*", "objectives")),
-    (6, ("training.telemetry",)),
+    (6, ("training.telemetry", "training.profiling")),
     (7, ("training.loop*", "training.trees", "training.warm_start", "training.pretrained")),
     (7, ("training.engines",)),
     (8, ("training.*", "training")),

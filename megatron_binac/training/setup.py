@@ -44,6 +44,7 @@ from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tok
 from megatron_binac.training import pretrained
 from megatron_binac.training.engines import build_engine
 from megatron_binac.training.loop import CriticCollapse, Run, publish, train
+from megatron_binac.training.profiling import Profiling
 from megatron_binac.training.telemetry import Clock, Telemetry
 from megatron_binac.training.trees import trees_from_json, trees_to_json
 from megatron_binac.training.warm_start import warm_start
@@ -66,7 +67,8 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     stop = _Stop()
     learners, players = build_players(config, run_dir, fresh_weights=resume)
     beats = pulse.of_rank(run_dir, dist.get_rank(), os.environ)
-    run = _build_run(config, run_dir, learners, players, stop, beats, resume=resume)
+    profiling = Profiling(config.track, run_dir, dist.get_rank())
+    run = _build_run(config, run_dir, learners, players, stop, beats, profiling, resume=resume)
     collapsed = False
     try:
         try:
@@ -84,6 +86,7 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> int:
     finally:
         if beats is not None:
             beats.close()
+        profiling.close()
         run.telemetry.close()
         players.actor.close()
         for critic in (players.critic, players.text_critic):
@@ -279,6 +282,7 @@ def _build_run(
     players: Players,
     stop: _Stop,
     beats: pulse.Pulse | None,
+    profiling: Profiling,
     *,
     resume: bool,
 ) -> Run:
@@ -291,6 +295,7 @@ def _build_run(
             "step_N.damaged now. Put a copy of one back, or start a new run"
         )
     first_step = 0 if path is None else int(path.name.removeprefix("step_"))
+    profiling.begin(first_step)
     is_writer = dist.get_rank() == 0
     run = Run(
         config=config,
@@ -302,6 +307,7 @@ def _build_run(
         clock=Clock(
             torch.cuda.synchronize if torch.cuda.is_available() else None,
             entered=None if beats is None else beats.beat,
+            around=profiling.phase,
         ),
         save=lambda step: None,
         stop_asked=stop.asked,

@@ -14,13 +14,14 @@ import math
 import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_binac.run_folder import disk_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from megatron_binac.config import Config
@@ -35,7 +36,7 @@ class Clock:
 
     A phase inside a phase stops the outer one. `sync` is called at each border, so that a device
     that runs behind (CUDA) is charged to the phase that gave it the work. `entered` is told the
-    name of each phase that begins.
+    name of each phase that begins, and `around` makes a context that each of them runs in.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Clock:
         sync: Callable[[], None] | None = None,
         now_ns: Callable[[], int] = time.perf_counter_ns,
         entered: Callable[[str], None] | None = None,
+        around: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._sync, self._now_ns, self._entered = sync, now_ns, entered
+        self._sync, self._now_ns, self._entered, self._around = sync, now_ns, entered, around
         self._open: list[str] = []
         self._spent_ns: dict[str, int] = {}
         self._mark_ns = now_ns()
@@ -57,7 +59,8 @@ class Clock:
         if self._entered is not None:
             self._entered(name)
         try:
-            yield
+            with nullcontext() if self._around is None else self._around(name):
+                yield
         finally:
             self._charge()
             self._open.pop()

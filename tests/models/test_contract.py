@@ -105,7 +105,8 @@ def test_a_learner_reports_what_its_engine_was_off_by(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "megatron_binac"):
         values = made.update(off_by(0.0), frozen)
         assert values["mismatch_p99"] <= 1e-5
-        assert not caplog.records
+        # Megatron-Core has warnings of its own.
+        assert not [r for r in caplog.records if r.name.startswith("megatron_binac")]
         own = made.logprobs(plain)
         values = made.update(off_by(0.5), frozen)
     assert values["mismatch_hist/below_1"] == 1.0

@@ -702,8 +702,9 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     text = "folders of runs, or quoted patterns such as 'runs/seeds/*'"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
     text = "what the runs are equal in (default tokens: those that were generated)"
-    parser.add_argument("--by", choices=("tokens", "steps", "time"), default="tokens", help=text)
-    text = "so many tokens, steps or seconds (default: as many as all runs have)"
+    axes = ("tokens", "flops", "steps", "time")
+    parser.add_argument("--by", choices=axes, default="tokens", help=text)
+    text = "so many tokens, FLOPs, steps or seconds (default: as many as all runs have)"
     parser.add_argument("--at", type=positive, metavar="N", help=text)
     text = "the recipe that the others are set against, paired by seed (default: the first)"
     parser.add_argument("--baseline", metavar="RECIPE", help=text)

@@ -34,6 +34,8 @@ class Point:
     """Tokens sampled in play up to here, all ranks."""
     seconds: float
     """Training time up to here, without evaluation."""
+    flops: int
+    """Model FLOPs of sampling and learning up to here, all ranks; 0 where a step has no count."""
     row: dict[str, Any]
 
     def value(self, key: str) -> float | None:
@@ -65,12 +67,17 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Read a run folder, without a half-written last line; ValueError where it has no rows yet."""
     points: list[Point] = []
-    tokens, seconds = 0, 0.0
+    tokens, seconds, flops, uncounted = 0, 0.0, 0, False
     for row in _rows(run_dir / "metrics.jsonl"):
         if row["step"] >= 0:
             tokens += row.get("play/generated_tokens") or 0
             seconds += (row.get("time/step") or 0.0) - (row.get("time/eval") or 0.0)
-        points.append(Point(steps=row["step"] + 1, tokens=tokens, seconds=seconds, row=row))
+            counts = [count for key, count in row.items() if key.endswith("/flops")]
+            uncounted |= not counts  # by an older version, from which the run may have gone on
+            flops = 0 if uncounted else flops + sum(counts)
+        points.append(
+            Point(steps=row["step"] + 1, tokens=tokens, seconds=seconds, flops=flops, row=row)
+        )
     if not points:
         raise ValueError(
             f"{run_dir / 'metrics.jsonl'} has no rows yet; expected a run that has made a step"

@@ -30,6 +30,7 @@ from megatron_binac.config import (
     TaskConfig,
     TrackConfig,
 )
+from megatron_binac.planner.shapes import Shape
 from megatron_binac.rollout.play import Players
 from megatron_binac.rollout.scripted_engine import Script, ScriptedEngine
 from megatron_binac.seeds import uniforms
@@ -111,6 +112,13 @@ class TinyLearner:
             for b in (ZERO, ONE):
                 self.weights[6 * vocab + a * vocab + b, ONE if a != b else ZERO] = warmth
         self.num_updates = 0
+        self.shape: Shape | None = None
+        self._flops = 0
+
+    def take_flops(self) -> int:
+        """A million for an update and a thousand for scoring, so that a test knows them again."""
+        taken, self._flops = self._flops, 0
+        return taken
 
     def _logprobs(self, weights: Tensor, prefix: np.ndarray, temperature: float) -> Tensor:
         vocab = len(PIECES)
@@ -147,12 +155,14 @@ class TinyLearner:
             raise FloatingPointError(f"update {self.num_updates + 1}: {float(mean)}, {norm}")
         self.weights = self.weights - self.lr * gradient
         self.num_updates += 1
+        self._flops += 1_000_000
         return {**finalize_stats({**stats, "loss_sum": loss_sum.detach()}), "grad_norm": norm}
 
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, reference: bool = False
     ) -> list[np.ndarray]:
         assert not reference
+        self._flops += 1000
         out = []
         for s in sequences:
             row = np.zeros(len(s.ids), np.float32)

@@ -104,7 +104,12 @@ def test_a_recipe_takes_three_steps(name: str, straight: Callable[[str], Path]) 
         assert ("actor/follow/num_tokens" in row or "actor/follow/loss" in row) == bool(
             config.actor.train
         )
+        feedback = config.text_critic is None and config.rollout.criticised > 0
+        spoken = ("actor", "critic") if feedback else ("actor",)
+        assert all(row[f"{role}/play/flops"] > 0 for role in spoken)
+        assert (row.get("actor/follow/flops", 0) > 0) == ("actor/follow/loss" in row)
     leads = [row for row in found if any(k.startswith("critic/lead/") for k in row)]
+    assert all(row["critic/lead/flops"] > 0 for row in leads if "critic/lead/loss" in row)
     learns = config.critic_learns and config.rollout.criticised > 0
     assert len(leads) == (3 // _k(config) if learns else 0)
 

@@ -1,4 +1,4 @@
-"""Runs side by side at equal tokens, steps or time, seeds pooled, with intervals. No torch.
+"""Runs side by side at equal tokens, FLOPs, steps or time, seeds pooled, with intervals. No torch.
 
 Each run is read at one budget B, by default the most that all of them have reached: by its last
 evaluation after a step that BEGAN below B. That is the rule by which a run with
@@ -23,8 +23,13 @@ import numpy as np
 from megatron_binac import config as configs
 from megatron_binac.report import Point, RunData, read_run
 
-AXES = {"tokens": "generated tokens", "steps": "steps", "time": "seconds of training"}
-"""What runs can be equal in; seconds are without evaluation."""
+AXES = {
+    "tokens": "generated tokens",
+    "flops": "model FLOPs",
+    "steps": "steps",
+    "time": "seconds of training",
+}
+"""What runs can be equal in; FLOPs and seconds are without evaluation."""
 INTERVALS = ("bootstrap", "t")
 METRICS = ("acc_t1", "acc_t2", "acc_t2_shuffled", "acc_t2_oracle")
 SEEDS = ("seed", "task.options.seed", "warm_start.seed")
@@ -69,12 +74,14 @@ class Mark:
 
     steps: int
     tokens: int
+    flops: int
+    """0 where the run did not count them."""
     seconds: float
     values: dict[str, float | None]
     """By metric; None where there was nothing to measure."""
 
     def spent(self, by: str) -> float:
-        return float({"tokens": self.tokens, "steps": self.steps, "time": self.seconds}[by])
+        return _amount(self, by)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +143,8 @@ class _Run:
         ]
 
 
-def _amount(point: Point, by: str) -> float:
-    return float({"tokens": point.tokens, "steps": point.steps, "time": point.seconds}[by])
+def _amount(point: Point | Mark, by: str) -> float:
+    return float(getattr(point, "seconds" if by == "time" else by))
 
 
 def compare(
@@ -166,6 +173,11 @@ def compare(
             raise ValueError(
                 f"{run.data.run_dir} holds no {decoding} evaluation yet; wait for one, or leave it "
                 "out"
+            )
+        if by == "flops" and not run.data.last.flops:
+            raise ValueError(
+                f"{run.data.run_dir} has steps without FLOPs (ROLE/PHASE/flops in its metrics), "
+                "made by an older version; compare by tokens, or leave it out"
             )
     groups = _groups(runs)
     base = _named(baseline, list(groups), "baseline") if baseline else next(iter(groups))
@@ -378,6 +390,7 @@ def _reading(run: _Run, by: str, budget: float, decoding: str, metrics: Sequence
             Mark(
                 steps=point.steps,
                 tokens=point.tokens,
+                flops=point.flops,
                 seconds=point.seconds,
                 values={name: point.value(f"eval/{decoding}/{name}") for name in metrics},
             )

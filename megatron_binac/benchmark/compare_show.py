@@ -17,6 +17,7 @@ _WORDS = {
     "bootstrap": "95 % bootstrap over seeds (percentiles; narrow where seeds are few)",
     "t": "95 % of Student's t over seeds",
 }
+_HEADS = {"flops": "FLOPs", "time": "seconds"}
 _TITLES = {"acc_t1": "first answer", "acc_t2": "answer after feedback"}
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -27,18 +28,21 @@ def table(comparison: Comparison, *, markdown: bool = False) -> str:
     rows, axis = comparison.rows, AXES[comparison.by]
     metrics = list(rows[0].values)
     spent = [run.curve[-1].spent(comparison.by) for row in rows for run in row.runs]
+    budget, low, high = (
+        _amount(comparison.by, value) for value in (comparison.budget, min(spent), max(spent))
+    )
     told = (
-        f"Held out, {comparison.decoding}, at {comparison.budget:,.0f} {axis}: of each run the "
-        "last evaluation after a step that began below that "
-        f"(at {min(spent):,.0f} to {max(spent):,.0f}). First evaluation -> that one: mean and "
-        f"{_WORDS[comparison.interval]}."
+        f"Held out, {comparison.decoding}, at {budget} {axis}: of each run the last evaluation "
+        f"after a step that began below that (at {low} to {high}). First evaluation -> that one: "
+        f"mean and {_WORDS[comparison.interval]}."
     )
     lines = [*textwrap.wrap(told, 96), ""]
-    head = ["recipe", "seeds", *metrics, "tokens", "steps", "seconds"]
+    axes = [name for name in AXES if name != "flops" or _counted(rows)]
+    head = ["recipe", "seeds", *metrics, *(_HEADS.get(name, name) for name in axes)]
     cells = [
         [row.name, str(len(row.runs))]
         + [f"{_number(row.before[m])} -> {_with_interval(row.values[m])}" for m in metrics]
-        + [f"{mean(run.curve[-1].spent(axis) for run in row.runs):,.0f}" for axis in AXES]
+        + [_amount(name, mean(run.curve[-1].spent(name) for run in row.runs)) for name in axes]
         for row in rows
     ]
     lines.append(_grid([head, *cells], markdown=markdown))
@@ -55,6 +59,15 @@ def table(comparison: Comparison, *, markdown: bool = False) -> str:
 def as_json(comparison: Comparison) -> str:
     """All of it, with every run's own numbers."""
     return json.dumps(asdict(comparison), indent=2, allow_nan=False)
+
+
+def _counted(rows: list[Row]) -> bool:
+    """Whether every run counted its FLOPs: earlier versions did not."""
+    return all(run.curve[-1].flops for row in rows for run in row.runs)
+
+
+def _amount(axis: str, value: float) -> str:
+    return f"{value:.4g}" if axis == "flops" else f"{value:,.0f}"
 
 
 def _number(value: float | None) -> str:

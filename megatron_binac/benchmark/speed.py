@@ -34,9 +34,9 @@ from megatron_binac.models import checkpoint
 from megatron_binac.models.parallel import start_distributed
 from megatron_binac.planner import flops
 from megatron_binac.planner.flops import Work
-from megatron_binac.planner.shapes import Shape
 from megatron_binac.rollout.batch import actor_turns, sequences
 from megatron_binac.rollout.play import generated_tokens, play, replay
+from megatron_binac.rollout.work import sampling_work
 from megatron_binac.timeline import Timeline
 from megatron_binac.types import TrainSequence, Tree, Turn
 
@@ -83,10 +83,10 @@ class Meter:
     def count(self, phase: str, role: str, work: Work, executed: Work, training: bool) -> None:
         """Add the FLOPs of a pass to a phase of this step."""
         learner = self.load.learners[role]
-        shape = Shape.of(learner.config.model, learner.vocab_size)
         recompute = learner.config.parallel.recompute == "full"
-        model = flops.forward_flops(shape, work) * (3 if training else 1)
-        run = flops.executed_flops(shape, executed, training=training, recompute=recompute)
+        model = flops.forward_flops(learner.shape, work) * (3 if training else 1)
+        run = flops.executed_flops(
+            learner.shape, executed, training=training, recompute=recompute)
         for table, value in ((self.model_flops, model), (self.executed, run)):
             table.setdefault(phase, []).append(value)
 
@@ -119,22 +119,8 @@ def rollout_phase(meter: Meter, step: int) -> list[Tree]:
 
 def count_sampling(meter: Meter, phase: str, trees: list[Tree], *, probes: bool = False) -> None:
     """FLOPs of sampling by role; sampling stores no padding, so executed is what was needed."""
-    turns: dict[str, list[Turn]] = {"actor": [], "critic": []}
-    if probes:
-        turns["actor"] = [t for tree in trees for ys in tree.probes for y in ys for t in y]
-    else:
-        for tree in trees:
-            turns["actor"] += tree.turns("attempt") + tree.turns("revision")
-            turns["critic"] += tree.turns("feedback")
-    for role, spoken in turns.items():
-        if spoken:
-            answers: dict[bytes, list[int]] = {}
-            prompts: dict[bytes, int] = {}
-            for turn in spoken:
-                key = turn.prompt_ids.tobytes()
-                prompts[key] = len(turn.prompt_ids)
-                answers.setdefault(key, []).append(len(turn.ids))
-            work = flops.generation(prompts.values(), answers.values())
+    for role, work in sampling_work(trees, probes=probes).items():
+        if work.tokens:
             meter.count(phase, role, work, work, training=False)
 
 

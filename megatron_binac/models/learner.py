@@ -28,6 +28,8 @@ from megatron_binac.models.objective import Rows, by_sequence, compute, denomina
 from megatron_binac.models.parallel import Groups
 from megatron_binac.models.precision import choose_layers, token_multiple
 from megatron_binac.models.prefix_attention import require_prefix_sharing
+from megatron_binac.planner import flops
+from megatron_binac.planner.shapes import Shape
 from megatron_binac.terms import CrossEntropy, Distill, Term
 from megatron_binac.types import TrainSequence
 
@@ -56,6 +58,8 @@ class MegatronLearner:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.num_updates = 0
+        self.shape = Shape.of(config.model, vocab_size)
+        self._flops = 0
         self._reference: list[Tensor] | None = None
         self._costs = packing.CostModel.from_shape(
             num_layers=config.model.num_layers,
@@ -81,6 +85,21 @@ class MegatronLearner:
     def parameters(self) -> list[Tensor]:
         """This rank's weights, in a fixed order."""
         return [p for chunk in self.chunks for p in chunk.parameters()]
+
+    def take_flops(self) -> int:
+        """Model FLOPs of what was scored and learned on all ranks since the last take."""
+        taken, self._flops = self._flops, 0
+        return taken
+
+    def _count(
+        self, rows: Sequence[TrainSequence], *, training: bool = False, head: bool = True
+    ) -> None:
+        """One pass over rows of the global batch, by the count of `planner.flops`: neither layout
+        nor padding, recomputation or shared prefixes change it."""
+        scored = sum(row.num_targets for row in rows) if head else 0
+        work = flops.causal((len(row.ids) for row in rows), scored)
+        once = flops.training_flops if training else flops.forward_flops
+        self._flops += once(self.shape, work)
 
     # ---- the reference policy and snapshots ----------------------------------------------------
 
@@ -167,6 +186,7 @@ class MegatronLearner:
             raise ValueError(f"{self.role} holds no reference; call hold_reference first")
         batches = self.plan(sequences)
         rows = self._score(batches, self._reference if reference else None)
+        self._count(sequences)
         out = [np.zeros(len(s.ids), np.float32) for s in sequences]
         mine: list[tuple[int, np.ndarray]] = []
         if self.groups.reports:
@@ -204,6 +224,8 @@ class MegatronLearner:
         rows = self._rows(live, keep_old=steps > 1)
         for _ in range(steps):
             values = contract.summarize(self._step(rows))
+            for term in live:
+                self._count(term.rows, training=True)
         if dist.get_rank() == 0:
             contract.alarm(self.role, values, self.config.mismatch_alarm)
         return values
@@ -236,12 +258,16 @@ class MegatronLearner:
                         f"{self.role} holds no reference but loss.kl_coef is {loss.kl_coef}"
                     )
                 rows.reference = self._score(batches, self._reference)
+                self._count(term.rows)
             if isinstance(loss, LossConfig) and keep_old:
                 rows.old = self._score(batches)
+                self._count(term.rows)
             if term.teacher is not None:
                 twins = pack(term.teacher, plan, self.groups.dp_rank, length=length)
                 assert isinstance(loss, Distill)
                 rows.teacher = self._teach(twins, loss.trust_region)
+                for _ in range(1 if loss.trust_region == 0.0 else 2):
+                    self._count(term.teacher)
             out.append(rows)
         return out
 
@@ -266,6 +292,7 @@ class MegatronLearner:
         ranks that do not report, no states."""
         batches = self.plan(sequences)
         states = self._score(batches, read=self.scorer.target_states)
+        self._count(sequences, head=False)
         return batches, states if self.groups.reports else []
 
     def _require_trainable(self) -> None:

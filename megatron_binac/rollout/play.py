@@ -239,12 +239,12 @@ def next_round(tree: Tree, number: int) -> Tree | None:
 
 def play_telling(
     players: Players, cursor: Cursor, rollout: RolloutConfig, step: int
-) -> tuple[list[Tree], int]:
+) -> tuple[list[Tree], list[Tree]]:
     """`play`, with prompts whose attempts all got the same reward put back for new ones.
 
     Draws at most `rollout.resample` times more; what is kept then is topped up with the last
-    trees without signal, so that the batch has its size. Returns the trees and the tokens of those
-    that were dropped. Source: DAPO, arXiv 2503.14476, dynamic sampling.
+    trees without signal, so that the batch has its size. Returns the trees, and those that were
+    dropped. Source: DAPO, arXiv 2503.14476, dynamic sampling.
     """
     seed = seeds_of(players.seed, step)
     kept: list[Tree] = []
@@ -257,7 +257,7 @@ def play_telling(
             break
     missing = rollout.prompts_per_step - len(kept)
     dropped = flat[: len(flat) - missing]
-    return kept + flat[len(flat) - missing :], generated_tokens(dropped)
+    return kept + flat[len(flat) - missing :], dropped
 
 
 def tells(tree: Tree) -> bool:

@@ -6,7 +6,7 @@ Suffixes: P prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,18 +17,30 @@ from megatron_binac.algo.bilevel import due, opens_block
 from megatron_binac.config import Config
 from megatron_binac.objectives.build import follow_terms, lead_terms
 from megatron_binac.objectives.situation import Situation, ValueModel
+from megatron_binac.planner.flops import Work, forward_flops
+from megatron_binac.planner.shapes import Shape
 from megatron_binac.rollout.evaluate import evaluate
 from megatron_binac.rollout.play import Players, generated_tokens, play, play_telling, replay
+from megatron_binac.rollout.work import sampling_work
 from megatron_binac.tasks.base import Cursor
 from megatron_binac.terms import Term
 from megatron_binac.training.telemetry import Clock, Telemetry, tree_record
-from megatron_binac.types import TrainSequence, Tree, Turn
+from megatron_binac.types import Role, TrainSequence, Tree, Turn
 
 
 class Learner(Protocol):
     """The trainable copy of one role."""
 
     num_updates: int
+
+    @property
+    def shape(self) -> Shape | None:
+        """What it multiplies; None: its FLOPs are not counted."""
+        ...
+
+    def take_flops(self) -> int:
+        """Model FLOPs of what was scored and learned on all ranks since the last take."""
+        ...
 
     def learn(self, terms: Sequence[Term]) -> dict[str, float]:
         """One batch of steps on the terms' sum; what is logged, the same on every rank."""
@@ -86,6 +98,7 @@ class Run:
 def train(run: Run) -> bool:
     """Train to the end of the run; False where it was asked to stop and saved first."""
     k = run.config.bilevel.actor_steps_per_critic_step
+    forget_flops(run)
     if run.first_step == 0:
         measure(run, step=-1)
         run.telemetry.flush(-1, run.clock)
@@ -95,7 +108,9 @@ def train(run: Run) -> bool:
         cfg = run.config.at(progress(run, step))
         terms: list[Term] = []
         with run.clock.phase("play"):  # attempts -> feedbacks -> revisions, graded at both ends
-            trees_P, sampled = grow(run, cfg, step)
+            trees_P, dropped = grow(run, cfg, step)
+            sampled = generated_tokens([*trees_P, *dropped])
+            count_flops(run, step, "play", sampling_work([*trees_P, *dropped]))
             run.block = trees_P if opens_block(step, k) else run.block
 
         if cfg.actor.train:
@@ -104,6 +119,7 @@ def train(run: Run) -> bool:
                 log |= run.actor.learn(terms)
                 publish(run)
                 run.telemetry.log(step, "actor/follow", log)
+                count_flops(run, step, "follow")
 
         if leads(run, cfg) and due(step, k):
             if cfg.bilevel.lam != 0.0 and cfg.bilevel.adaptation != "value":
@@ -111,11 +127,13 @@ def train(run: Run) -> bool:
                 with run.clock.phase("probe"), run.ahead(terms):
                     run.block = replay(run.players, run.block, cfg.rollout, opened(step, k))
                     sampled += generated_tokens(run.block, probes=True)
+                    count_flops(run, step, "probe", sampling_work(run.block, probes=True))
             with run.clock.phase("lead"):  # the critic's outer problem: paid for what its words did
                 terms, log = lead_terms(situation(run, cfg, step, run.block))
                 log |= run.critic.learn(terms)
                 publish(run)
                 run.telemetry.log(step, "critic/lead", log)
+                count_flops(run, step, "lead")
                 if "entropy" in log:
                     run.memory["critic_entropy"] = log["entropy"]
 
@@ -129,14 +147,40 @@ def train(run: Run) -> bool:
     return True
 
 
-def grow(run: Run, cfg: Config, step: int) -> tuple[list[Tree], int]:
-    """The step's trees, and the tokens that they took (with those of groups that were dropped)."""
+def grow(run: Run, cfg: Config, step: int) -> tuple[list[Tree], list[Tree]]:
+    """The step's trees, and those that were sampled and dropped."""
     if cfg.rollout.resample:
-        trees, dropped = play_telling(run.players, run.cursor, cfg.rollout, step)
-        return trees, dropped + generated_tokens(trees)
+        return play_telling(run.players, run.cursor, cfg.rollout, step)
     prompts_P = run.cursor.take(cfg.rollout.prompts_per_step)
-    trees = play(run.players, prompts_P, cfg.rollout, step)
-    return trees, generated_tokens(trees)
+    return play(run.players, prompts_P, cfg.rollout, step), []
+
+
+def count_flops(
+    run: Run, step: int, phase: str, sampled: Mapping[Role, Work] | None = None
+) -> None:
+    """Log the model FLOPs of a phase by role: of what it sampled, scored and learned.
+
+    Weights that both roles share count for the one whose phase it is. A critic that is no model of
+    this run has no FLOPs here.
+    """
+    learners = {"actor": run.actor, "critic": run.critic}
+    order: tuple[Role, ...] = ("critic", "actor") if phase == "lead" else ("actor", "critic")
+    for role in order:
+        learner = learners[role]
+        if learner is None or learner.shape is None:
+            continue
+        spent = learner.take_flops()
+        if sampled is not None:
+            spent += forward_flops(learner.shape, sampled[role])
+        if spent:
+            run.telemetry.log(step, f"{role}/{phase}", {"flops": spent})
+
+
+def forget_flops(run: Run) -> None:
+    """What a warm start or an evaluation computes is no part of the training."""
+    for learner in (run.actor, run.critic):
+        if learner is not None:
+            learner.take_flops()
 
 
 def situation(run: Run, cfg: Config, step: int, trees: Sequence[Tree]) -> Situation:
@@ -218,6 +262,7 @@ def measure(run: Run, step: int) -> None:
     """Log the held-out evaluation of the policies as they stand."""
     with run.clock.phase("eval"):
         run.measured = evaluate(run.players, run.config, score=run.actor.logprobs)
+        forget_flops(run)
         run.telemetry.log(step, "eval", run.measured)
 
 

@@ -34,6 +34,7 @@ def write_run(
     gain: float = 0.1,
     settings: tuple[str, ...] = (),
     critic: bool = True,
+    flops: dict[str, int] | None = None,
 ) -> Path:
     """A finished run with acc_t1 = first all the time and acc_t2 = first + gain * steps."""
     run_dir.mkdir(parents=True)
@@ -45,6 +46,7 @@ def write_run(
         row: dict[str, Any] = {"step": step, "time/step": seconds}
         if step >= 0:
             row["play/generated_tokens"] = tokens
+            row |= flops or {}
         if done % every == 0:
             row |= {"time/step": seconds + 1.0, "time/eval": 1.0}
             for decoding, bonus in (("sampled", 0.0), ("greedy", 0.125)):
@@ -101,6 +103,42 @@ def test_equal_steps_and_equal_time_have_budgets_of_their_own(tmp_path: Path) ->
     assert by_time.budget == 32
     assert read_steps(by_time) == {"slow": 4, "fast": 8}
     assert [r.curve[-1].seconds for row in by_time.rows for r in row.runs] == [40.0, 32.0]
+
+
+def test_equal_flops_are_those_of_both_roles_and_all_phases(tmp_path: Path) -> None:
+    # 4 steps of 1000 + 500 + 3000 = 4500, and 8 of 4000: 18,000 of the second are in its step 5,
+    # which begins at 16,000.
+    three = {"actor/play/flops": 1000, "critic/play/flops": 500, "actor/follow/flops": 3000}
+    runs = [
+        str(write_run(tmp_path / "both", recipe="both", steps=4, flops=three)),
+        str(
+            write_run(
+                tmp_path / "one", recipe="one", steps=8, tokens=10, flops={"actor/play/flops": 4000}
+            )
+        ),
+    ]
+    found = compare(runs, by="flops")
+    assert (found.by, found.budget) == ("flops", 18_000)
+    assert read_steps(found) == {"both": 4, "one": 5}
+    assert [r.curve[-1].flops for row in found.rows for r in row.runs] == [18_000, 20_000]
+    told = compare_show.table(found)
+    assert "at 1.8e+04 model FLOPs" in told
+    assert told.splitlines()[4].split()[-4:] == ["tokens", "FLOPs", "steps", "seconds"]
+    # By tokens the second would have been read to its end.
+    assert read_steps(compare(runs)) == {"both": 1, "one": 8}
+
+
+def test_a_run_that_did_not_count_every_step_has_no_flops(tmp_path: Path) -> None:
+    counted = write_run(tmp_path / "new", recipe="new", flops={"actor/play/flops": 7})
+    older = write_run(tmp_path / "old", recipe="old", flops={"actor/play/flops": 7})
+    lines = (older / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[1])
+    del first["actor/play/flops"]
+    lines[1] = json.dumps(first)
+    (older / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"old has steps without FLOPs"):
+        compare([str(counted), str(older)], by="flops")
+    assert "FLOPs" not in compare_show.table(compare([str(counted), str(older)]))
 
 
 def test_a_smaller_budget_may_be_asked_for(tmp_path: Path) -> None:

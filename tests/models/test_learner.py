@@ -21,6 +21,7 @@ from megatron_binac.config import (
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import build_groups, start_distributed
 from megatron_binac.rollout.megatron_engine import MegatronEngine
+from megatron_binac.terms import Distill, Term
 from megatron_binac.types import Sampling, TrainSequence
 
 VOCAB = 50
@@ -105,6 +106,44 @@ def test_what_is_not_finite_raises_before_anything_moves(broken: str) -> None:
     # Moments and schedule did not move either: the next step is the one that would have been.
     assert learner.update(ROWS, PLAIN) == twin.update(ROWS, PLAIN)
     assert equal(weights(learner), weights(twin))
+
+
+def test_flops_are_counted_by_pass_by_hand() -> None:
+    learner = make()
+    # Layer: q and o 32 x 32, k and v 32 x 16: 3072; gated unit 3 * 32 * 48: 4608; two layers.
+    # 74 tokens; pairs 15 + 66 + 465 + 6 + 153 + 36 = 741; 62 targets over 50 columns.
+    trunk = 2 * 74 * 2 * (3072 + 4608) + 4 * 741 * 32 * 2
+    head = 2 * 62 * 50 * 32
+    learner.logprobs(ROWS)
+    assert learner.take_flops() == trunk + head
+    assert learner.take_flops() == 0
+    learner.target_states(ROWS)  # what a value head reads: no vocabulary
+    assert learner.take_flops() == trunk
+    learner.update(ROWS, PLAIN)
+    assert learner.take_flops() == 3 * (trunk + head)
+    # The reference and the policy before the first of two steps, then twice three passes.
+    learner.hold_reference()
+    learner.update(ROWS, LossConfig(kl_coef=0.1, updates_per_batch=2))
+    assert learner.take_flops() == (1 + 1 + 2 * 3) * (trunk + head)
+    learner.update([], PLAIN)
+    assert learner.take_flops() == 0
+    # Two rows in the teacher's longer context: 7 and 13 tokens, 28 and 91 pairs, the same targets.
+    rows = ROWS[:2]
+    longer = [
+        replace(
+            row,
+            ids=np.concatenate([np.ones(2, np.int32), row.ids]),
+            mask=np.concatenate([np.zeros(2, bool), row.mask]),
+            logprobs=np.concatenate([np.full(2, np.nan, np.float32), row.logprobs]),
+        )
+        for row in rows
+    ]
+    learner.learn([Term(rows=rows, loss=Distill(trust_region=0.5), teacher=longer)])
+    weights_a_token = 2 * 2 * (3072 + 4608)
+    scored = 2 * (3 + 9) * 50 * 32
+    student = 16 * weights_a_token + 4 * (15 + 66) * 32 * 2 + scored
+    teacher = 20 * weights_a_token + 4 * (28 + 91) * 32 * 2 + scored
+    assert learner.take_flops() == 3 * student + 2 * teacher
 
 
 def test_a_batch_without_a_target_moves_nothing() -> None:

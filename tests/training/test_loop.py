@@ -16,6 +16,7 @@ from helpers_toy import ZERO, Toy, Xor, toy_config, toy_run
 
 from megatron_binac.config import BilevelConfig, Config, EvalConfig
 from megatron_binac.method_config import CollapseConfig
+from megatron_binac.planner.shapes import Shape
 from megatron_binac.rollout.scripted_engine import Script, ScriptedEngine
 from megatron_binac.training.loop import CriticCollapse, train
 from megatron_binac.types import Grade, Prompt, Sampling
@@ -74,6 +75,46 @@ def test_the_actor_learns_to_follow_and_the_critic_to_lead(tmp_path: Path) -> No
     assert found[-1]["eval/greedy/acc_t2"] == 1.0
     assert found[-1]["eval/greedy/acc_t1"] < 0.8
     assert found[-1]["eval/greedy/uplift_over_shuffled"] > 0.3
+
+
+TINY = Shape(num_layers=1, hidden=4, ffn=6, heads=2, kv_heads=2, head_dim=2, vocab=8)
+
+
+def flops(row: dict[str, Any]) -> dict[str, int]:
+    return {key: value for key, value in row.items() if key.endswith("/flops")}
+
+
+def test_flops_of_a_step_by_role_and_phase_by_hand(tmp_path: Path) -> None:
+    """One prompt, one answer to everything: three prompts are read, of 4, 7 and 10 ids."""
+    config = small(num_steps=2, bilevel=bilevel(k=2))
+    config = replace(config, rollout=replace(config.rollout, prompts_per_step=1))
+    toy = toy_run(
+        tmp_path,
+        config,
+        actor_script=lambda own: lambda prompt, seed, sampling: ([ZERO], [-1.0]),
+        critic_script=lambda own: lambda prompt, seed, sampling: ([ZERO], [-1.0]),
+    )
+    toy.actor.shape = toy.critic.shape = TINY
+    train(toy.run)
+    # A token meets 4 * 16 + 3 * 24 = 136 weights, a pair costs 16, a scored token 2 * 8 * 4.
+    # Prompts of n ids have n (n + 1) / 2 pairs; an answer of one token is not read.
+    attempt, feedback, revision = (2 * n * 136 + 16 * n * (n + 1) // 2 + 64 for n in (4, 7, 10))
+    start, first, second = untimed(tmp_path)
+    assert flops(start) == {}
+    # Where all answers are one, there is nothing to learn. What an evaluation scored before the
+    # first step (the toy counts 1000 a time) is nowhere.
+    play = {"actor/play/flops": attempt + revision, "critic/play/flops": feedback}
+    assert flops(first) == play
+    assert flops(second) == {**play, "actor/probe/flops": revision}
+
+
+def test_flops_of_learning_are_the_learners_own(tmp_path: Path) -> None:
+    toy = toy_run(tmp_path, small(bilevel=bilevel(k=2)))
+    toy.actor.shape = toy.critic.shape = TINY
+    train(toy.run)
+    for row in untimed(tmp_path)[1:]:
+        assert row["actor/follow/flops"] == 1_000_000
+        assert row.get("critic/lead/flops", 0) == 1_000_000 * (row["step"] % 2)
 
 
 def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path) -> None:

@@ -86,6 +86,35 @@ class PeakMemory:
         return None
 
 
+POWERCAP = Path("/sys/class/powercap")
+
+
+def energy_joules(powercap: Path = POWERCAP) -> float | None:
+    """Counter of the energy that this rank's GPU has used, by NVML, or on a CPU the packages of the
+    machine, by RAPL; None where the driver does not tell."""
+    if torch.cuda.is_available():
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        pynvml.nvmlInit()
+        bus = torch.cuda.get_device_properties(torch.cuda.current_device()).pci_bus_id
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            if pynvml.nvmlDeviceGetPciInfo(handle).bus == bus:
+                try:
+                    return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+                except pynvml.NVMLError:
+                    return None
+        return None
+    try:
+        packages = [path / "energy_uj" for path in powercap.glob("intel-rapl:?")]
+        found = [int(path.read_text(encoding="ascii")) for path in packages]
+    except OSError:  # since 2020 only root may read them
+        return None
+    return sum(found) / 1e6 if found else None
+
+
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_dot_product")
 _COLLECTIVES = ("gloo:", "nccl:", "c10d::")
 

@@ -26,6 +26,7 @@ from megatron_binac.arguments import Parser, whole
 from megatron_binac.benchmark.machine import (
     PeakMemory,
     describe,
+    energy_joules,
     measured_peak_flops,
     profiled_shares,
 )
@@ -337,6 +338,8 @@ def print_table(result: dict[str, Any]) -> None:
             f"MFU {result['mfu']:.2%}, HFU {result['hfu']:.2%} of {result['peak']['how']}"
         )
         console.print(result["formula"])
+    if "energy_joules" in result:
+        console.print(f"energy: {result['energy_joules']:,.1f} J a step")
     for name, share in result.get("profile", {}).items():
         console.print(f"profiled step, {name}: {share:.1%}")
 
@@ -385,12 +388,21 @@ def _measure(args: argparse.Namespace, config: Any, folder: Path) -> dict[str, A
         one_step(meter, args.what, step, totals)
     meter.forget()
     totals.clear()
+    before = energy_joules()
     for step in range(args.warmup, args.warmup + args.repeats):
         one_step(meter, args.what, step, totals)
+    after = energy_joules()
     meter.keep(lambda name: name in PHASES[args.what])
     if args.save:
         save_phase(meter, folder)
     result = summarise(meter, totals, args)
+    used: list[float | None] = [None] * dist.get_world_size()
+    mine = None if before is None or after is None else (after - before) / args.repeats
+    dist.all_gather_object(used, mine)
+    told = [joules for joules in used if joules is not None and joules > 0.0]  # counters wrap
+    if told:
+        # A GPU's counter is a rank's own; that of the processors is the machine's.
+        result["energy_joules"] = sum(told) if torch.cuda.is_available() else max(told)
     if args.profile:
         step = args.warmup + args.repeats
         result["profile"] = profiled_shares(lambda: one_step(meter, args.what, step, []))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers_ranks import Job
 
 from megatron_binac import cli
@@ -104,3 +105,15 @@ def test_a_step_is_counted_phase_by_phase(tmp_path: Path) -> None:
 def test_wrong_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--repeats", "0"]) == 2
     assert "--repeats: got '0', expected an integer of 1 or more" in capsys.readouterr().err
+
+
+def test_energy_is_what_the_packages_count_together(tmp_path: Path) -> None:
+    assert machine.energy_joules(tmp_path) is None
+    for name, micro in (("intel-rapl:0", 2_500_000), ("intel-rapl:1", 1_000_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{micro}\n")
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of package 0: not counted twice
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999999\n")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is asked for its own counter")
+    assert machine.energy_joules(tmp_path) == 3.5

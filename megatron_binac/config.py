@@ -346,10 +346,10 @@ class RoleConfig:
     """Refuse to run without Transformer Engine's layers, in place of taking local ones."""
     max_tokens_per_micro_batch: int = 16384
     """Capacity of one packed micro-batch, tokens per data-parallel rank."""
-    share_prefixes: bool = False
+    share_prefixes: bool | None = False
     """Learn from each distinct token of a prompt's turns once: the same gradient, up to rounding,
     from a fraction of the tokens. Dense models on local layers, without pp and
-    sequence_parallel."""
+    sequence_parallel; None: wherever that is so."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     mismatch_alarm: float = 0.3
     """Warn where the 99th percentile of |engine - learner|, nats per token, is above; 0 is off."""
@@ -376,8 +376,7 @@ class RoleConfig:
         )
         moe = self.model.moe
         _check(
-            not self.share_prefixes
-            or (moe is None and self.parallel.pp == 1 and not self.parallel.sequence_parallel),
+            not self.share_prefixes or self._can_share_prefixes(),
             "share_prefixes is on with experts, parallel.pp above 1 or sequence_parallel, which "
             "need rows of their own; turn one of the two off",
         )
@@ -452,6 +451,16 @@ class RoleConfig:
                 f"model.{name} is {size}, expected a multiple of 16 with precision "
                 f"{self.precision!r}; use bf16 or another size",
             )
+
+    def shares_prefixes(self, *, local_layers: bool) -> bool:
+        """Whether turns of a prompt share what they begin with, on the layers that were chosen."""
+        if self.share_prefixes is None:
+            return local_layers and self._can_share_prefixes()
+        return self.share_prefixes
+
+    def _can_share_prefixes(self) -> bool:
+        parallel = self.parallel
+        return self.model.moe is None and parallel.pp == 1 and not parallel.sequence_parallel
 
     def _kv_rows(self) -> int:
         return self.model.num_query_groups * self.model.head_width

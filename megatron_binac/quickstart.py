@@ -35,6 +35,7 @@ def quickstart() -> Config:
             ),
             optimizer=OptimizerConfig(lr=2e-4, warmup_steps=5),
             loss=LossConfig(kl_coef=1e-3),
+            share_prefixes=None,
         ),
         critic=RoleConfig(
             model=ModelConfig(
@@ -42,6 +43,7 @@ def quickstart() -> Config:
             ),
             optimizer=OptimizerConfig(lr=2e-4, warmup_steps=5),
             loss=LossConfig(kl_coef=1e-3),
+            share_prefixes=None,
         ),
         rollout=RolloutConfig(
             prompts_per_step=32,

@@ -144,22 +144,28 @@ def train_phase(meter: Meter, phase: str, role: str, turns: list[Turn]) -> tuple
 
 
 def _update_work(learner: Any, rows: Sequence[TrainSequence]) -> tuple[Work, Work, int]:
-    """What an update needs and what it runs over all ranks: padded tokens, padded squares."""
+    """What an update needs and what it runs over all ranks: padded tokens, padded squares; with
+    shared prefixes the distinct tokens. What it needs counts every turn alone, as if none did."""
     scored = sum(row.num_targets for row in rows)
     real = flops.causal((len(row.ids) for row in rows), scored)
     plan = learner.plan(rows)
     stored = sum(len(batch.ids_T) for batch in plan)
-    slots = 0
+    computed = slots = 0
     for batch in plan:
+        if batch.shared is not None:
+            computed += len(batch.shared.ids_D)
+            slots += batch.shared.batches.num_pairs
+            continue
+        computed += len(batch.ids_T)
         lengths = [b - a for a, b in zip(batch.bounds, batch.bounds[1:], strict=False)]
         groups: dict[int, list[int]] = {}
         for n in lengths:
             groups.setdefault(max(8, 1 << max(n - 1, 0).bit_length()), []).append(n)
         slots += sum(max(g) * (max(g) + 1) // 2 * len(g) for g in groups.values())
-    counts = torch.tensor([stored, slots], dtype=torch.int64)
+    counts = torch.tensor([stored, computed, slots], dtype=torch.int64)
     dist.all_reduce(counts, group=learner.groups.collection.dp)
-    tokens, pairs = counts.tolist()
-    return real, Work(tokens=tokens, pairs=pairs, scored=scored), tokens
+    stored, computed, pairs = counts.tolist()
+    return real, Work(tokens=computed, pairs=pairs, scored=scored), stored
 
 
 def one_step(meter: Meter, what: str, step: int, totals: list[dict[str, int]]) -> None:

@@ -26,7 +26,7 @@ from megatron_binac.models.builder import build_model, build_optimizer, wrap
 from megatron_binac.models.forward import MicroBatch, Scorer, pack, run_schedule, trees_of
 from megatron_binac.models.objective import Rows, by_sequence, compute, denominator, names
 from megatron_binac.models.parallel import Groups
-from megatron_binac.models.precision import choose_layers, token_multiple
+from megatron_binac.models.precision import choose_layers, say_once, token_multiple
 from megatron_binac.models.prefix_attention import require_prefix_sharing
 from megatron_binac.planner import flops
 from megatron_binac.planner.shapes import Shape
@@ -74,10 +74,12 @@ class MegatronLearner:
             sequence_parallel=config.parallel.sequence_parallel,
             token_multiple=token_multiple(config),
         )
-        if config.share_prefixes:
-            require_prefix_sharing(
-                attention="local" if choose_layers(config)[0] == "local" else "transformer_engine"
-            )
+        layers, _ = choose_layers(config)
+        self.shares_prefixes = config.shares_prefixes(local_layers=layers == "local")
+        if config.share_prefixes is None:
+            say_once(f"{role}: share_prefixes is {'on' if self.shares_prefixes else 'off'} here")
+        if self.shares_prefixes:
+            require_prefix_sharing(attention="local" if layers == "local" else "transformer_engine")
         if config.train:
             self.model = wrap(config, groups, self.chunks)
             self.optimizer, self.scheduler = build_optimizer(config, groups, self.model, num_steps)
@@ -123,7 +125,7 @@ class MegatronLearner:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """This rank's packed rows of the global batch; the same number of rows on every rank."""
-        share = self.config.share_prefixes
+        share = self.shares_prefixes
         plan = self._plan(sequences, share=share)
         length = self._row_length([plan])
         return pack(sequences, plan, self.groups.dp_rank, length=length, share=share)
@@ -234,7 +236,7 @@ class MegatronLearner:
         """Every term packed, with the log-probs that are fixed before the first step."""
         # A teacher's row is longer than its student's and lies in the same place of the plan.
         # Sharing would have to be the same for both, so that it is left out there.
-        shares = [self.config.share_prefixes and term.teacher is None for term in terms]
+        shares = [self.shares_prefixes and term.teacher is None for term in terms]
         plans = [
             self._plan(term.teacher or term.rows, share=share)
             for term, share in zip(terms, shares, strict=True)

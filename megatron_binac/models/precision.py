@@ -242,7 +242,11 @@ _said: set[str] = set()
 
 def log_choice(role_name: str, layers: Layers, why: str) -> None:
     """Say once per role what its layers are."""
-    text = f"{role_name}: {'Transformer Engine' if layers == 'te' else 'local'} layers ({why})"
+    say_once(f"{role_name}: {'Transformer Engine' if layers == 'te' else 'local'} layers ({why})")
+
+
+def say_once(text: str) -> None:
+    """A line of the log, however often it is said."""
     if text not in _said:
         _said.add(text)
         logger.info(text)

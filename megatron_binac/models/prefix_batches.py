@@ -67,6 +67,11 @@ class PrefixBatches:
             num_slots=len(layout.tokens_D),
         )
 
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs that are computed, the masked ones and the padding among them."""
+        return sum(batch.seen_Snm.numel() for batch in self.batches)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [D, N, H], key and value [D, K, H] -> [D, N * H]; rotary embeddings are in.
 

@@ -95,6 +95,20 @@ def test_layouts_that_cannot_share_are_refused() -> None:
             )
 
 
+def test_none_shares_wherever_it_can() -> None:
+    def shares(local_layers: bool = True, **layout: Any) -> bool:
+        role = RoleConfig(parallel=ParallelConfig(**layout), share_prefixes=None)
+        return role.shares_prefixes(local_layers=local_layers)
+
+    assert shares()
+    assert shares(tp=2)
+    assert not shares(pp=2)
+    assert not shares(tp=2, sequence_parallel=True)
+    assert not shares(local_layers=False)
+    assert not RoleConfig().shares_prefixes(local_layers=True)
+    assert RoleConfig(share_prefixes=True).shares_prefixes(local_layers=True)
+
+
 def learn(layout: dict[str, Any], share: bool) -> dict[str, Any]:
     """One rank: log-probs, two updates, and the weights after them."""
     from megatron_binac.config import LossConfig, OptimizerConfig

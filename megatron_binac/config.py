@@ -992,7 +992,7 @@ def override(config: Config, assignments: list[str]) -> Config:
                     f"{key} cannot be set: {block} is null in this recipe; turn it on with its "
                     f"defaults first, --set {block}={{}}"
                 )
-            free_form = path[:depth] == ["task", "options"]
+            free_form = path[:depth] in (["task", "options"], ["text_critic", "options"])
             if not free_form and (not isinstance(node, dict) or part not in node):
                 raise ValueError(_unknown_key(key))
             if depth < len(path) - 1:

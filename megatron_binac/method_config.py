@@ -5,8 +5,10 @@ Each block is off where the config holds None for it, so that no coefficient sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 def check(ok: bool, message: str) -> None:
@@ -182,6 +184,19 @@ class ValueHeadConfig:
         check(self.ahead_steps > 0, f"value_head.ahead_steps is {self.ahead_steps}, expected >= 1")
 
 
+def check_request(template: str | None, options: Mapping[str, Any]) -> None:
+    """Raise ValueError where a critic behind HTTP could not be asked like this."""
+    places = {"{problem}", "{attempt}"}
+    check(
+        template is None or places <= set(re.findall(r"\{\w+\}", template)),
+        f"critic template is {template!r}, expected one with {{problem}} and {{attempt}}",
+    )
+    reserved = sorted({"messages", "model", "stream", "n"} & options.keys())
+    check(
+        not reserved, f"critic options set {reserved}, which are not for them; leave it out"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCriticConfig:
     """A critic that is no policy of this run: a rule, one fixed text, or a model behind HTTP."""
@@ -195,6 +210,15 @@ class TextCriticConfig:
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key, never written; empty for none."""
     temperature: float = 1.0
+    system: str | None = None
+    """Of http: the system message; None for the default (`rollout.http_critic.SYSTEM`), empty for
+    none."""
+    template: str | None = None
+    """Of http: the user message, with {problem} and {attempt} in their places; None for the
+    default."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of http: further fields of a request, such as {"top_p": 0.9, "stop": ["\\n\\n"]}; null leaves
+    one out that the endpoint does not take, such as {"seed": null}."""
     timeout: float = 60.0
     """Seconds until a request counts as lost."""
     max_retries: int = 5
@@ -213,6 +237,13 @@ class TextCriticConfig:
             f"text_critic has kind {self.kind!r}, base_url {self.base_url!r} and model "
             f"{self.model!r}; kind http needs both, the others neither",
         )
+        for name in ("system", "template", "options"):
+            value = getattr(self, name)
+            check(
+                self.kind == "http" or value is None or value == {},
+                f"text_critic.{name} is {value!r} with kind {self.kind!r}; it is for kind http",
+            )
+        check_request(self.template, self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

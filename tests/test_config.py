@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,31 @@ def test_a_layout_is_checked_against_the_ranks(
         with pytest.raises(ValueError) as caught:
             config.check_world(world)
         assert expected in str(caught.value)
+
+
+HTTP = 'text_critic={"kind": "http", "base_url": "http://localhost:1/v1", "model": "m"}'
+
+
+def test_what_an_http_critic_is_asked_is_set_field_by_field() -> None:
+    sets = ["critic=null", HTTP, "text_critic.system=be brief", "text_critic.options.top_p=0.9"]
+    sets += ["text_critic.template={problem}: {attempt}", "text_critic.options.seed=null"]
+    config = override(Config(recipe="a"), sets)
+    assert config.text_critic is not None
+    assert config.text_critic.system == "be brief"
+    assert config.text_critic.template == "{problem}: {attempt}"
+    assert config.text_critic.options == {"top_p": 0.9, "seed": None}
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("assignments", "expected"),
+    [
+        ((HTTP, "text_critic.template={problem}"), "with {problem} and {attempt}"),
+        ((HTTP, "text_critic.options.n=4"), "options set ['n']"),
+        (("text_critic={}", "text_critic.system=x"), "text_critic.system is 'x' with kind 'rule'"),
+        (("text_critic={}", "text_critic.options.top_p=1"), "it is for kind http"),
+    ],
+)
+def test_what_no_request_can_be_is_refused(assignments: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        override(Config(recipe="a"), ["critic=null", *assignments])

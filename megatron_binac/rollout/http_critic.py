@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_binac import __version__
+from megatron_binac.method_config import check_request
 from megatron_binac.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ MAX_BYTES = 8 << 20
 """Longest response that is read."""
 _MAX_REDIRECTS = 3
 _MAX_ERROR_BYTES = 1 << 16
-_RESERVED = ("messages", "model", "stream", "n")
 
 
 class HttpCritic:
@@ -100,14 +100,8 @@ class HttpCritic:
             raise ValueError(f"critic timeout_s is {timeout_s}, expected seconds above 0")
         if not model:
             raise ValueError("critic model is empty, expected the name the endpoint serves it by")
-        if not {"{problem}", "{attempt}"} <= set(re.findall(r"\{\w+\}", template)):
-            raise ValueError(
-                f"critic template is {template!r}, expected one with {{problem}} and {{attempt}}"
-            )
         self._options = dict(options or {})
-        reserved = sorted(set(_RESERVED) & self._options.keys())
-        if reserved:
-            raise ValueError(f"critic options set {reserved}, which are not for them; leave it out")
+        check_request(template, self._options)
         self.model, self.system, self.template = model, system, template
         self.max_tokens, self.temperature = max_tokens, temperature
         self.timeout_s, self.max_retries, self.max_parallel = timeout_s, max_retries, max_parallel
@@ -226,7 +220,7 @@ class HttpCritic:
             # Spread between 0.5 and 1.5 by what is asked: those who failed together come apart.
             spread = 0.5 + int(key[:8], 16) / 2**32
             wait_s = max(self.first_wait_s * 2.0**num_tried * spread, asked_s)
-            if _pause(stop, min(wait_s, self.max_wait_s)):
+            if stop.is_set() or _pause(stop, min(wait_s, self.max_wait_s)):
                 return None, f"{reason} (stopped)"
             self._count("num_retried")
         raise AssertionError(f"max_retries is {self.max_retries}")

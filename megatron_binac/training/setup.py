@@ -32,9 +32,9 @@ from megatron_binac.models.offload import Offload, TakesTurns
 from megatron_binac.models.parallel import build_groups, start_distributed
 from megatron_binac.models.scratch import scratch
 from megatron_binac.models.value_head import ValueHead
+from megatron_binac.rollout import http_critic
 from megatron_binac.rollout.critics import ConstantCritic, RuleCritic, TextCritic
 from megatron_binac.rollout.evaluate import evaluate
-from megatron_binac.rollout.http_critic import HttpCritic
 from megatron_binac.rollout.play import Players
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks import build_task
@@ -221,10 +221,13 @@ def _text_critic(config: Config, task: Task) -> TextCritic | None:
         return RuleCritic(task)
     if source.kind == "constant":
         return ConstantCritic(source.text)
-    return HttpCritic(
+    return http_critic.HttpCritic(
         base_url=source.base_url,
         model=source.model,
         api_key_env=source.api_key_env or None,
+        system=http_critic.SYSTEM if source.system is None else source.system,
+        template=http_critic.TEMPLATE if source.template is None else source.template,
+        options=source.options,
         max_tokens=config.rollout.max_feedback_tokens,
         temperature=source.temperature,
         timeout_s=source.timeout,

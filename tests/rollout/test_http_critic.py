@@ -8,11 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_http import GUARD_S, Server, asked, completion, echo, send, status, then
 
 from megatron_binac.rollout import http_critic
 from megatron_binac.rollout.critics import TextCritic
@@ -20,90 +21,6 @@ from megatron_binac.rollout.http_critic import HttpCritic
 from megatron_binac.types import Prompt
 
 KEY = "sk-test-5e2b9c"
-GUARD_S = 60.0
-"""How long a test waits for what comes at once, on a machine that is busy."""
-
-Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
-
-
-class Server:
-    """Notes each request and answers as `reply` says."""
-
-    def __init__(self) -> None:
-        self.reply: Reply = echo
-        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        self.over = threading.Event()
-        """Set when the test is over: replies that hang wait for it."""
-        self._lock = threading.Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with server._lock:
-                    server.requests.append((self.path, dict(self.headers.items()), body))
-                server.reply(self, body)
-
-            def do_GET(self) -> None:
-                with server._lock:
-                    server.requests.append((self.path, dict(self.headers.items()), {}))
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
-
-    @property
-    def bodies(self) -> list[dict[str, Any]]:
-        return [body for _, _, body in self.requests]
-
-    def close(self) -> None:
-        self.over.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join(GUARD_S)
-
-
-def send(
-    handler: BaseHTTPRequestHandler, data: bytes, status: int = 200, **headers: object
-) -> None:
-    handler.send_response(status)
-    for name, value in {"Content-Length": len(data), **headers}.items():
-        handler.send_header(name.replace("_", "-"), str(value))
-    handler.end_headers()
-    handler.wfile.write(data)
-
-
-def completion(text: object) -> bytes:
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text},
-        "finish_reason": "stop",
-    }
-    return json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
-
-
-def asked(body: dict[str, Any]) -> str:
-    """The problem and the attempt, as the tests' template joins them."""
-    return body["messages"][-1]["content"]
-
-
-def echo(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    send(handler, completion(f"on {asked(body)}"))
-
-
-def then(*replies: Reply) -> Reply:
-    """The first reply to the first request, and so on; the last one from there on."""
-    left = list(replies)
-    return lambda handler, body: (left.pop(0) if len(left) > 1 else left[0])(handler, body)
-
-
-def status(code: int, data: bytes = b"", **headers: object) -> Reply:
-    return lambda handler, body: send(handler, data, code, **headers)
 
 
 def problem(text: str) -> Prompt:

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from megatron_binac.config import Config
 
-CHANGEABLE = ("num_steps", "save_every", "eval.", "track.")
-"""Keys that a resumed run may change: none of them touches what was already computed."""
+CHANGEABLE = ("num_steps", "save_every", "eval.", "track.", "actor.parallel.", "critic.parallel.")
+"""Keys that a resumed run may change: none of them touches what was already computed. Another
+layout goes on within rounding; all else goes on to the last bit."""
 
 
 ORPHAN_SECONDS = 10.0

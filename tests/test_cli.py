@@ -241,8 +241,17 @@ def test_resume_takes_the_config_of_the_folder(calls: list[tuple], tmp_path: Pat
     assert configs.from_json((tmp_path / "a" / "config.json").read_text()) == config
 
 
+def test_resume_may_split_the_models_anew(calls: list[tuple]) -> None:
+    from megatron_binac import run_folder
+
+    assert cli.main(["train", "toy", "--run-dir", "a"]) == 0
+    config = run_folder.resumed(Path("a"), ["actor.parallel.tp=2"])
+    assert (config.actor.parallel.tp, config.seed) == (2, 1)
+
+
 @pytest.mark.parametrize(
-    "argv", [["--set", "actor.optimizer.lr=1.0"], ["--tp", "1"], ["--set", "evaluation=1"]]
+    "argv",
+    [["--set", "actor.optimizer.lr=1.0"], ["--set", "seed=1"], ["--set", "evaluation=1"]],
 )
 def test_resume_refuses_what_would_make_another_run(
     argv: list[str], calls: list[tuple], tmp_path: Path, capsys: pytest.CaptureFixture[str]

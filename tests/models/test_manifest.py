@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers_ranks import run_ranks
 
-from megatron_binac.config import ModelConfig, ParallelConfig, RoleConfig
+from megatron_binac.config import LossConfig, ModelConfig, ParallelConfig, RoleConfig
 from megatron_binac.models import checkpoint, manifest
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import build_groups, start_distributed
+from megatron_binac.types import TrainSequence
 
 FILES = (
     "actor/.metadata",
@@ -33,16 +35,18 @@ FILES = (
 """Of one rank and one role; newer releases of Megatron-Core write no common.pt."""
 
 
-def make(parallel: ParallelConfig | None = None, *, seed: int = 1) -> MegatronLearner:
+def make(
+    parallel: ParallelConfig | None = None, *, seed: int = 1, role: str = "actor"
+) -> MegatronLearner:
     config = RoleConfig(
         model=ModelConfig(
             num_layers=2, hidden_size=32, ffn_hidden_size=48, max_sequence_length=32
         ),
         parallel=parallel or ParallelConfig(),
     )
-    groups = build_groups("actor", config.parallel, 1)
+    groups = build_groups(role, config.parallel, 1)
     return MegatronLearner(
-        "actor", config, groups, vocab_size=50, seed=seed, num_steps=10, temperature=1.0
+        role, config, groups, vocab_size=50, seed=seed, num_steps=10, temperature=1.0
     )
 
 
@@ -137,6 +141,87 @@ def test_a_reader_leaves_a_damaged_checkpoint_where_it_is(folder: Path) -> None:
     for name in ("step_000001", "step_000002"):
         (folder / name / manifest.NAME).unlink(missing_ok=True)
     assert checkpoint.newest_good(folder, set_aside=False) is None
+
+
+def _updated(role: str, seed: int, parallel: ParallelConfig) -> MegatronLearner:
+    """A learner that has taken a step, so that its optimizer and schedule hold something."""
+    made = make(parallel, seed=seed, role=role)
+    rng = np.random.default_rng(seed)
+    rows = [
+        TrainSequence(
+            ids=rng.integers(0, 50, 12).astype(np.int32),
+            mask=np.arange(12) >= 2,
+            advantage=float(sign),
+            logprobs=np.where(np.arange(12) >= 2, -4.0, np.nan).astype(np.float32),
+        )
+        for sign in (1, -1, 1, 1)
+    ]
+    made.update(rows, LossConfig(kl_coef=0.0))
+    return made
+
+
+def both_roles_on_two_ranks(folder: Path) -> dict[str, Any]:
+    """Two checkpoints of a pair under different layouts; then each file of the newer one is harmed
+    in each way, and what is found and used is noted."""
+    start_distributed()
+    layouts = {"actor": ParallelConfig(tp=2), "critic": ParallelConfig(pp=2)}
+    for step in (1, 2):
+        pair = {role: _updated(role, step, layout) for role, layout in layouts.items()}
+        state = {"cursor": {"epoch": 0, "next": step}, "seed": 7, "phase": step % 2}
+        checkpoint.save(folder, step, pair, state, keep=5)
+        if step == 1:
+            want = {role: weights(learner) for role, learner in pair.items()}
+    first = dist.get_rank() == 0
+    newer = folder / "step_000002"
+    names = sorted(p.relative_to(newer).as_posix() for p in newer.rglob("*") if p.is_file())
+    found = {}
+    for name in names:
+        for harm in (flip, cut, remove):
+            path, good = newer / name, (newer / name).read_bytes()
+            dist.barrier()
+            if first:
+                harm(path, 3)
+            dist.barrier()
+            reason = checkpoint.damage(newer)
+            used = checkpoint.newest_good(folder, set_aside=False)
+            dist.barrier()
+            if first:
+                path.write_bytes(good)
+            dist.barrier()
+            found[name, harm.__name__] = (reason, used and used.name)
+    whole = checkpoint.newest_good(folder, set_aside=False)
+    again = {role: make(layout, seed=9, role=role) for role, layout in layouts.items()}
+    state = checkpoint.load(folder / "step_000001", again)
+    return {
+        "names": names,
+        "found": found,
+        "whole": whole and whole.name,
+        "state": state,
+        "equal": all(equal(weights(again[role]), want[role]) for role in want),
+        "updates": [learner.num_updates for learner in again.values()],
+    }
+
+
+@pytest.mark.slow
+def test_damage_in_any_file_of_both_roles_is_named_on_every_rank(tmp_path: Path) -> None:
+    """Every file there is: weights and optimizer of each rank, index, metadata, and state.json with
+    the cursor and the seed that all random numbers come from (cases 23 and 25)."""
+    ranks = run_ranks(2, both_roles_on_two_ranks, tmp_path)
+    names = ranks[0]["names"]
+    for role in ("actor", "critic"):
+        for wanted in (".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"):
+            assert f"{role}/{wanted}" in names
+    assert {"state.json", "manifest.json"} <= set(names)
+    for rank in ranks:
+        assert len(rank["found"]) == 3 * len(names)
+        for (name, _), (reason, used) in rank["found"].items():
+            assert reason is not None and reason.startswith(f"{name} "), reason
+            assert used == "step_000001"
+        assert rank["whole"] == "step_000002"  # put right again, it is used again
+        assert rank["equal"]  # nothing of the one before was lost
+        assert rank["updates"] == [1, 1]
+        assert rank["state"]["cursor"] == {"epoch": 0, "next": 1}
+        assert (rank["state"]["seed"], rank["state"]["phase"]) == (7, 1)
 
 
 def test_the_checkpoints_with_the_best_scores_stay(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint import CheckpointException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron_binac.models import cpu, manifest, pickles
 from megatron_binac.models.learner import MegatronLearner
@@ -305,15 +306,40 @@ def load_learner(path: Path, learner: MegatronLearner, *, weights_only: bool = F
     with_optimizer = learner.optimizer is not None and not weights_only
     with cpu.region():
         template = _sharded(learner, with_optimizer=with_optimizer, loading=True)
+        names = [f"model{i}" for i in range(len(learner.chunks))]
+        absent = _leave_out_states([template[name] for name in names], path)
         loaded = dist_checkpointing.load(template, str(path))
-        for i, chunk in enumerate(learner.chunks):
-            chunk.load_state_dict(loaded[f"model{i}"])
+        for name, chunk, empty in zip(names, learner.chunks, absent, strict=True):
+            chunk.load_state_dict({**loaded[name], **empty})
         if with_optimizer:
             if not learner.config.optimizer.distributed:
                 _restore_zero_step(loaded["optimizer"])
             learner.optimizer.load_state_dict(loaded["optimizer"])
         elif learner.optimizer is not None:
             learner.optimizer.reload_model_params()
+
+
+def _leave_out_states(templates: list[dict[str, Any]], path: Path) -> list[dict[str, None]]:
+    """Take the extra states of layers that the checkpoint lacks out of what is to be read; what
+    each layer is given instead, which is nothing.
+
+    Transformer Engine keeps one for every norm and attention, local layers and converted weights
+    have none there: they hold scales of FP8 from earlier steps, which no recipe here uses.
+    """
+    held = FileSystemReader(path).read_metadata().state_dict_metadata
+    absent: list[dict[str, None]] = []
+    for template in templates:
+        names = [
+            name
+            for name, value in template.items()
+            if isinstance(value, ShardedObject)
+            and name.endswith("._extra_state")
+            and value.unique_key not in held
+        ]
+        for name in names:
+            del template[name]
+        absent.append(dict.fromkeys(names))
+    return absent
 
 
 def _check_pickles(path: Path) -> None:

@@ -33,6 +33,11 @@ def block_spec(num_layers_here: int, model: ModelConfig) -> TransformerBlockSubm
         qk_layernorm=model.qk_norm,
     )
     layer.submodules.self_attention.submodules.core_attention = _attention()
+    if model.moe is not None:
+        # The norm before experts stands alone. Local layers, and so checkpoints and converted
+        # weights, call it as the fused norm of a dense layer is called.
+        names = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        layer.submodules.sharded_state_dict_keys_map = names
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers_here, layer_norm=TENorm)
 
 

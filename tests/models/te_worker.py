@@ -13,8 +13,10 @@ import enum
 import json
 import os
 import sys
+import tempfile
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -80,15 +82,50 @@ def constructing() -> Any:
         yield
 
 
+def write_as_converted(path: Path, learner: Any) -> None:
+    """The checkpoint that `binac convert` would make of the learner's weights."""
+    from dataclasses import replace
+
+    import torch
+
+    from megatron_binac.models import export
+    from megatron_binac.models.convert import mapping, torch_dist
+
+    model = replace(learner.config.model, vocab_size=learner.vocab_size)
+    table = list(mapping.pieces(model))
+    theirs = dict(export.hugging_face(learner))
+    boxes = [
+        torch_dist.Box(
+            key=piece.key,
+            stack=piece.stack,
+            place=piece.place,
+            shape=mapping.box(piece, model),
+            dtype=torch.bfloat16,
+        )
+        for piece in table
+    ]
+
+    def make(number: int) -> Any:
+        piece = table[number]
+        return mapping.join(piece, [theirs[name] for name in piece.names], model)
+
+    torch_dist.write(path, boxes, mapping.states(model), make)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     install(sys.argv[1])
+    with tempfile.TemporaryDirectory() as scratch:
+        look(scratch)
+
+
+def look(scratch: str) -> None:
     from dataclasses import replace
 
     import torch
 
     from megatron_binac.config import ModelConfig, MoEConfig, ParallelConfig, RoleConfig
-    from megatron_binac.models import builder, cpu, export, precision, te
+    from megatron_binac.models import builder, checkpoint, cpu, export, precision, te
     from megatron_binac.models.parallel import build_groups, start_distributed
     from megatron_binac.models.spec import block_spec, padded_vocab_size, transformer_config
 
@@ -118,13 +155,24 @@ def main() -> None:
             learner = types.SimpleNamespace(
                 chunks=[model],
                 groups=groups,
+                optimizer=None,
                 config=role,
                 vocab_size=50,
             )
             weights = {n: float(t.double().sum()) for n, t in export.hugging_face(learner)}
+            if layers == "local":
+                write_as_converted(Path(scratch) / name, learner)
+            # Every weight turned into something else, so that what comes back was read.
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(0.25)
+            with constructing() if layers == "te" else contextlib.nullcontext():
+                checkpoint.load_learner(Path(scratch) / name, learner, weights_only=True)
+            loaded = {n: float(t.double().sum()) for n, t in export.hugging_face(learner)}
             attention = model.decoder.layers[0].self_attention
             out[f"{name} {layers}"] = {
                 "hugging_face": weights,
+                "loaded": loaded,
                 "keys": sorted(
                     {v.key for k, v in model.sharded_state_dict().items() if "_extra" not in k}
                 ),

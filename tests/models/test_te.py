@@ -56,8 +56,19 @@ def test_both_kinds_of_layers_hold_the_same_model(found: dict[str, Any], name: s
     # Fresh weights depend on seed and name alone, and come out under the same names.
     assert engine["hugging_face"] == local["hugging_face"]
     assert engine["metadata"] == list(engine["hugging_face"])
-    if name != "experts":  # a checkpoint of one is read by the other
-        assert engine["keys"] == local["keys"]
+    assert engine["keys"] == local["keys"]  # a checkpoint of one is read by the other
+
+
+@pytest.mark.parametrize("layers", ["local", "te"])
+@pytest.mark.parametrize("name", ["dense", "biased", "experts"])
+def test_both_kinds_of_layers_start_from_converted_weights(
+    found: dict[str, Any], name: str, layers: str
+) -> None:
+    """Written as `binac convert` writes them, without the states that Transformer Engine's norms
+    and attention have; read into layers whose weights were all one number."""
+    made = found["models"][f"{name} {layers}"]
+    assert made["loaded"] == made["hugging_face"]
+    assert len(set(made["loaded"].values())) > 10
 
 
 def test_recipes_are_those_of_transformer_engine(found: dict[str, Any]) -> None:

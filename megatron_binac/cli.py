@@ -552,7 +552,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.name in ("packing", "kernels", "scaling"):
+    if args.name in ("packing", "kernels", "scaling", "refit"):
         benchmark = importlib.import_module(f"megatron_binac.benchmark.{args.name}")
         return benchmark.main(args.arguments) or 0
     speed = importlib.import_module("megatron_binac.benchmark.speed")

@@ -1,4 +1,4 @@
-"""`binac bench train | rollout | refit | step`: seconds, tokens and FLOPs of fixed work, measured.
+"""`binac bench train | rollout | step`: seconds, tokens and FLOPs of fixed work, measured.
 
 Every number that is printed was measured in this call; what was not is left out. Times are medians
 over repeats after a warm-up, with the quartiles beside them. Run under torchrun (or with --nproc)
@@ -44,7 +44,6 @@ from megatron_binac.types import TrainSequence, Tree, Turn
 PHASES = {
     "train": ("follow", "lead"),
     "rollout": ("play",),
-    "refit": ("refit",),
     "step": ("play", "follow", "probe", "lead", "refit"),
 }
 """What each benchmark reports of a step."""

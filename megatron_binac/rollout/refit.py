@@ -9,6 +9,7 @@ the engine's business: a call in the same process, a file, or a GPU's memory.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -31,7 +32,8 @@ BUCKET_BYTES = 256 << 20
 ALIGNMENT = 256
 """Bytes; each tensor of a bucket begins at a multiple, as a GPU likes it."""
 
-MODULUS = (1 << 61) - 1
+BLOCK = 1 << 15
+"""Words of 64 bits that a checksum adds up at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +89,8 @@ class Report:
 class Checksum:
     """A hash of names, shapes and bytes of tensors, whatever their order; the same on every device.
 
-    The bytes of a tensor are summed as 32-bit words with weights that depend on their place, in
-    integers that wrap around: exact in any order of addition, at the speed of memory. It finds
-    accidents, not forgeries.
+    The bytes of a tensor are summed as 64-bit words with weights that depend on their place, in
+    integers that wrap around: exact in any order of addition. It finds accidents, not forgeries.
     """
 
     def __init__(self) -> None:
@@ -105,18 +106,41 @@ class Checksum:
         return f"{self._sum % (1 << 128):032x}"
 
 
-def words(tensor: Tensor) -> int:
-    """The weighted sum of a tensor's bytes; see `Checksum`."""
+def words(tensor: Tensor, *, blocks_at_once: int | None = None) -> int:
+    """The weighted sum of a tensor's bytes; see `Checksum`.
+
+    Word i of block b counts W_i * (2 b + 1), modulo 2^64. All weights are odd, so that no change of
+    a single word is lost. How many blocks are added at once changes nothing: by default one on a
+    CPU, where it stays in the cache, and 256 elsewhere.
+    """
+    if tensor.numel() == 0:
+        return 0
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    spare = -len(data) % 4
-    if spare:
-        data = torch.cat([data, data.new_zeros(spare)])
-    total = 0
-    for number, part in enumerate(data.view(torch.int32).split(1 << 22)):
-        place = torch.arange(len(part), device=part.device, dtype=torch.int64)
-        weight = (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-        total += (int((part.long() * weight).sum()) % MODULUS) * (number + 1)
-    return total % MODULUS
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    weight = _weights(data.device)
+    found, number = torch.zeros((), dtype=torch.int64, device=data.device), 0
+    at_once = blocks_at_once or (1 if data.device.type == "cpu" else 256)
+    for part in data[:whole].view(torch.int64).split(at_once * BLOCK):
+        full = len(part) // BLOCK
+        blocks = [part[: full * BLOCK].view(full, BLOCK)] if full else []
+        blocks += [part[full * BLOCK :][None]] if len(part) % BLOCK else []
+        for rows in blocks:
+            sums = (rows * weight[: rows.shape[1]]).sum(1)
+            place = torch.arange(number, number + len(rows), device=data.device)
+            found += (sums * (2 * place + 1)).sum()
+            number += len(rows)
+    rest = data[whole:]
+    last = int.from_bytes(rest.cpu().numpy().tobytes(), "little") * (2 * number + 1)
+    return (int(found) + last * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """W, int64 [BLOCK]."""
+    place = torch.arange(BLOCK, device=device, dtype=torch.int64)
+    return (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
 
 
 def pack(

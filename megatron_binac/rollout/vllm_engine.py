@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,9 +176,10 @@ class VllmEngine:
         # The engine must live in this process: weights are handed to it, not sent.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        self._shared = f"binac-{_from_first(lambda: secrets.token_hex(8))}"
         llm = _vllm().LLM
         register()
-        with _caller_settings():
+        with _caller_settings(), _shared_memory(self._shared):
             self._llm = llm(
                 model=str(folder),
                 skip_tokenizer_init=True,
@@ -197,6 +199,9 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
             )
+        # At its end, also at that of the process, it would destroy the process groups of this job,
+        # which are not its own; `close` ends what is.
+        self._llm.llm_engine.engine_core._finalizer.detach()
         self._llm.init_weight_transfer_engine({"init_info": {}})
 
     def generate(
@@ -290,10 +295,18 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's workers and scheduler."""
-        # Its own shutdown would also destroy the process groups of this job, which are not its own.
         core = self._llm.llm_engine.engine_core.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+        for path in Path("/dev/shm").glob(f"{self._shared}*"):
+            path.unlink(missing_ok=True)
+
+
+def _from_first(make: Callable[[], Any]) -> Any:
+    """What the first rank makes, on all."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
 
 
 def write_once(folder: Folder, weights: Weights, version: int, bucket_bytes: int) -> Report:
@@ -541,6 +554,25 @@ def _caller_settings() -> Iterator[None]:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def _shared_memory(name: str) -> Iterator[None]:
+    """On CPUs the ranks of a replica meet in shared memory, under external launchers by a name that
+    is the same for every job: of two on a node, or one that was killed and the next, the second
+    fails. Here the name of what is made inside begins with `name`."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    theirs = shared.make_group_name
+    shared.make_group_name = staticmethod(lambda c: f"{name}{theirs(c).replace('/', '')}")
+    try:
+        yield
+    finally:
+        shared.make_group_name = staticmethod(theirs)
 
 
 def _vllm() -> Any:

@@ -19,7 +19,16 @@ from megatron_binac.models import export
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import build_groups, start_distributed
 from megatron_binac.rollout.megatron_engine import MegatronEngine
-from megatron_binac.rollout.refit import Checksum, Folder, copy_seconds, pack, read_folder, send
+from megatron_binac.rollout.refit import (
+    BLOCK,
+    Checksum,
+    Folder,
+    copy_seconds,
+    pack,
+    read_folder,
+    send,
+    words,
+)
 from megatron_binac.types import Sampling
 
 VOCAB = 50
@@ -85,6 +94,26 @@ def test_a_checksum_knows_every_byte_name_and_shape_and_no_order() -> None:
     swapped[0] = ("a", swapped[0][1].flatten().flip(0).view(3, 5))  # the same numbers elsewhere
     assert checksum(swapped) not in seen
     assert checksum([("a", torch.zeros(2, 3))]) != checksum([("a", torch.zeros(3, 2))])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 8, 8 * BLOCK, 8 * BLOCK * 3 + 17])
+def test_the_weighted_sum_is_that_of_its_description(num_bytes: int) -> None:
+    """By numpy's integers, which wrap around as well; in any number of blocks at once."""
+    data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes).astype(np.uint8)
+    padded = np.concatenate([data, np.zeros(-num_bytes % 8, np.uint8)]).view(np.uint64)
+    place = np.arange(len(padded), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        inner = (place % BLOCK * np.uint64(0x5851F42D4C957F2D)) + np.uint64(0x14057B7EF767814F)
+        weight = (inner | np.uint64(1)) * (2 * (place // BLOCK) + 1)
+        if num_bytes % 8:  # the last word, which is not whole, has a weight of its own
+            blocks = -(-(len(padded) - 1) // BLOCK)
+            weight[-1] = np.uint64(2 * blocks + 1) * np.uint64(0x9E3779B97F4A7C15)
+        want = int((padded * weight).sum(dtype=np.uint64))
+    tensor = torch.from_numpy(data)
+    assert words(tensor) == want
+    assert words(tensor, blocks_at_once=2) == want
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]  # no word is aligned
+    assert words(shifted) == want
 
 
 def test_a_version_on_the_disk_is_whole_and_the_one_before_is_dropped(tmp_path: Path) -> None:

@@ -180,8 +180,12 @@ def drive(
             "row": engine.last.row(),
         }
         move(made)
+    client = engine._llm.llm_engine.engine_core
+    out["leaves our process groups alone"] = not client._finalizer.alive
+    out["shared memory"] = len([*Path("/dev/shm").glob(f"{engine._shared}*")])
     engine.close()
     dist.barrier()
+    out["left over"] = [*Path("/dev/shm").glob(f"{engine._shared}*")]
     return out
 
 
@@ -217,6 +221,9 @@ def test_vllm_says_what_the_learner_says_after_every_refit(
             assert part["difference"] < 2e-5
             assert part["versions"] == {version}
             assert part["row"]["num_bytes"] == answers[0][4]["row"]["num_bytes"] > 100_000
+        assert got["leaves our process groups alone"]
+        assert got["shared memory"] == (tp if tp > 1 else 0)
+        assert got["left over"] == []
         assert got[4]["greedy"] != got[5]["greedy"]
         assert got[4]["checksum"] != got[5]["checksum"]
         assert got[5]["checksum"] == answers[0][5]["checksum"]

@@ -176,10 +176,10 @@ class VllmEngine:
         # The engine must live in this process: weights are handed to it, not sent.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        self._shared = f"binac-{_from_first(lambda: secrets.token_hex(8))}"
         llm = _vllm().LLM
+        _check_neighbour(settings.tp)
         register()
-        with _caller_settings(), _shared_memory(self._shared):
+        with _caller_settings(), _shared_memory():
             self._llm = llm(
                 model=str(folder),
                 skip_tokenizer_init=True,
@@ -298,8 +298,6 @@ class VllmEngine:
         core = self._llm.llm_engine.engine_core.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
-        for path in Path("/dev/shm").glob(f"{self._shared}*"):
-            path.unlink(missing_ok=True)
 
 
 def _from_first(make: Callable[[], Any]) -> Any:
@@ -307,6 +305,22 @@ def _from_first(make: Callable[[], Any]) -> Any:
     made = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made, src=0)
     return made[0]
+
+
+def _check_neighbour(tp: int) -> None:
+    """ValueError where an engine of the other role, in the same process, is split otherwise: vLLM
+    knows one layout a process."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    held = parallel_state.get_tensor_model_parallel_world_size()
+    if held != tp:
+        raise ValueError(
+            f"engine.tp is {tp} for one role and {held} for the other, but vLLM knows one layout a "
+            "process; give both roles the same engine.tp, or one of them engine.kind=vllm_server "
+            "or megatron"
+        )
 
 
 def write_once(folder: Folder, weights: Weights, version: int, bucket_bytes: int) -> Report:
@@ -557,22 +571,26 @@ def _caller_settings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shared_memory(name: str) -> Iterator[None]:
+def _shared_memory() -> Iterator[None]:
     """On CPUs the ranks of a replica meet in shared memory, under external launchers by a name that
     is the same for every job: of two on a node, or one that was killed and the next, the second
-    fails. Here the name of what is made inside begins with `name`."""
+    fails. What is made inside has a name of its own, and none once all have found it."""
     if torch.cuda.is_available():
         yield
         return
     from vllm.distributed.device_communicators import cpu_communicator
 
+    name = f"binac-{_from_first(lambda: secrets.token_hex(8))}"
     shared = cpu_communicator._CPUSHMDistributed
     theirs = shared.make_group_name
     shared.make_group_name = staticmethod(lambda c: f"{name}{theirs(c).replace('/', '')}")
     try:
         yield
+        dist.barrier()
     finally:
         shared.make_group_name = staticmethod(theirs)
+        for path in Path("/dev/shm").glob(f"{name}*"):
+            path.unlink(missing_ok=True)
 
 
 def _vllm() -> Any:

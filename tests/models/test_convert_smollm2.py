@@ -151,6 +151,8 @@ def test_log_probs_perplexity_and_answers_are_those_of_transformers(
             )
         np.testing.assert_allclose(logprob_T[1:], theirs, atol=2e-4)
         perplexity = [math.exp(-float(np.mean(x))) for x in (logprob_T[1:], theirs)]
+        distance = float(np.abs(logprob_T[1:] - theirs).max())
+        print(f"{len(row)} tokens, log-probs {distance:.1e} apart, perplexity {perplexity}")
         assert abs(perplexity[0] - perplexity[1]) < 1e-3 * perplexity[1]
         assert perplexity[0] < 60  # a language model, not noise over 49152 ids
         # min_new_tokens keeps their side from ending early, and forbids the end token.

@@ -204,6 +204,7 @@ def test_phantom_columns_do_not_count(num_columns: int, device: torch.device) ->
 
 
 def test_padded_vocabulary_is_outside_the_softmax(device: torch.device) -> None:
+    """With the pad inside, the entropy would be 0.000780 (case 11)."""
     logits = torch.tensor([[-10.0, -11.0, -12.0, 0.0]], device=device).expand(3, 4)
     labels = torch.arange(3, device=device)
     logprob, entropy = logprob_from_logits(logits, labels, num_real_columns=3, with_entropy=True)

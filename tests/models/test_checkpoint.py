@@ -178,6 +178,7 @@ def test_the_next_step_is_bit_equal_under_the_same_layout(
 def test_the_next_steps_agree_across_layouts(
     source: str, target: str, saved_alone: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
+    """Weights, optimizer and schedule, read under another TP x PP x DP (case 25)."""
     got = [rank["loaded"][source, target]["steps"] for rank in ranks]
     assert got[0] == got[1]
     same_steps(got[0], saved_alone["steps"])

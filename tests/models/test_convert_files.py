@@ -93,6 +93,7 @@ def test_heads_that_share_a_key_lie_together() -> None:
 
 
 def test_the_vocabulary_is_padded_with_zeros_and_stripped(tmp_path: Path) -> None:
+    """What goes out has the real rows alone (case 32)."""
     tensors = random_tensors(PLAIN, torch.bfloat16)
     source = make_folder(tmp_path / "a", LLAMA, tensors)
     command.convert(str(source), tmp_path / "b")

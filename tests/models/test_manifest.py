@@ -205,7 +205,7 @@ def both_roles_on_two_ranks(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_damage_in_any_file_of_both_roles_is_named_on_every_rank(tmp_path: Path) -> None:
     """Every file there is: weights and optimizer of each rank, index, metadata, and state.json with
-    the cursor and the seed that all random numbers come from (cases 23 and 25)."""
+    the cursor and the seed that all random numbers come from (case 23)."""
     ranks = run_ranks(2, both_roles_on_two_ranks, tmp_path)
     names = ranks[0]["names"]
     for role in ("actor", "critic"):

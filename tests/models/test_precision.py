@@ -74,6 +74,7 @@ def test_experts_pad_their_tokens_under_fp8() -> None:
 def test_every_rank_holds_a_multiple_after_the_split(
     total: int, tp: int, name: str, stored: int
 ) -> None:
+    """FP8: the multiple holds of each rank's tokens, not of the row's (case 6)."""
     from megatron_binac.packing import Alignment
 
     multiple = precision.RECIPES[name].token_multiple

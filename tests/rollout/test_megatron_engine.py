@@ -181,7 +181,8 @@ def test_seeds_decide(engine: MegatronEngine) -> None:
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(learner: MegatronLearner) -> None:
-    """Columns behind the vocabulary that would win every draw take no part, and add nothing."""
+    """Columns behind the vocabulary that would win every draw take no part, and add nothing
+    (case 11)."""
     engine = MegatronEngine(learner, max_sequences=1000)
     asked = prompts(20)
     before = engine.generate(asked, list(range(20)), PLAIN)

@@ -237,6 +237,7 @@ def refitted(*, tied: bool) -> dict[str, Any]:
                         p.copy_(5.0 * p * p.abs())
         listed = [(n, s) for n, _, s in export.metadata(made)]
         real = [(n, tuple(t.shape)) for n, t in export.hugging_face(made)]
+        assert dict(real)["model.embed_tokens.weight"] == (VOCAB, model.hidden_size)
         out[name] = {"found": found, "same_list": listed == real}
     return out
 
@@ -244,6 +245,7 @@ def refitted(*, tied: bool) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_tokens_of_an_engine_are_the_learners_own_under_every_layout(tied: bool) -> None:
+    """New weights answer after each refit, by version and checksum, no pads (case 32)."""
     alone = run_ranks(1, _refitted, tied)[0]
     ranks = run_ranks(2, _refitted, tied)
     assert set(ranks[0]) == set(LAYOUTS)

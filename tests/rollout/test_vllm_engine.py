@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def drive(
     own = MegatronEngine(made, max_sequences=16)
     greedy = Sampling(max_tokens=24, stop_id=1, temperature=temperature, greedy=True)
     drawn = Sampling(max_tokens=24, stop_id=1, temperature=temperature)
+    raw, narrow = temperature == 1.0, replace(drawn, top_p=0.9)
     dist.barrier()
     left = [p.name for p in Path("/dev/shm").glob("*cpushm*") if p.name not in before]
     out: dict[str, Any] = {"threads": torch.get_num_threads(), "shared memory": left}
@@ -179,6 +181,7 @@ def drive(
             ),
             "distinct": len({tuple(a.ids.tolist()) for a in samples}),
             "difference": scored(made, samples),
+            "narrow": scored(made, engine.generate(prompts(), seeds, narrow)) if raw else 0.0,
             "versions": {a.version for a in samples},
             "checksum": engine.last.checksum,
             "row": engine.last.row(),
@@ -212,6 +215,7 @@ def test_vllm_says_what_the_learner_says_after_every_refit(
     transport: str,
     temperature: float,
 ) -> None:
+    """Greedy tokens, log-probs (case 31), version and checksum of every replica (case 32)."""
     write_config(tmp_path / "model")
     answers = run_ranks(world, drive, tmp_path, parallel, tp, transport, temperature, timeout=500)
     for got in answers:
@@ -221,6 +225,7 @@ def test_vllm_says_what_the_learner_says_after_every_refit(
             assert part["same"]
             assert part["distinct"] == 7
             assert part["difference"] < 2e-5
+            assert part["narrow"] < 2e-5  # renormalised ones would be off by up to -ln 0.9
             assert part["versions"] == {version}
             assert part["row"]["num_bytes"] == answers[0][4]["row"]["num_bytes"] > 100_000
         assert got["leaves our process groups alone"]
@@ -321,6 +326,7 @@ def test_a_run_samples_both_roles_by_vllm(tmp_path: Path) -> None:
 
 
 def test_sampling_says_what_the_learner_scores() -> None:
+    """Log-probs are of the full distribution, or the request is refused (case 31)."""
     plain = Sampling(max_tokens=5, stop_id=9, temperature=0.7)
     fields = sampling_fields(plain, 2**63 - 5, raw=False)
     assert fields["temperature"] == 0.7
@@ -337,6 +343,7 @@ def test_sampling_says_what_the_learner_scores() -> None:
 
 
 def test_an_answer_without_its_log_probs_has_failed() -> None:
+    """A log-prob that is missing is never 0 (case 30)."""
     sampling = Sampling(max_tokens=5, stop_id=9, temperature=1.0)
     good = completion([3, 9], [-1.0, -0.5], sampling, 7)
     assert (good.finish, good.version, good.ids.tolist()) == ("stop", 7, [3, 9])

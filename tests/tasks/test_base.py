@@ -44,6 +44,7 @@ def texts(prompts: list[Prompt]) -> list[str]:
 @pytest.mark.parametrize("task", [Finite(10), Checksum()])
 @pytest.mark.parametrize("taken", [0, 1, 9, 10, 11, 25])
 def test_a_resume_goes_on_where_the_cursor_stood(task: Finite | Checksum, taken: int):
+    """At the border of an epoch as well: the next batch, not nothing (case 24)."""
     straight = Cursor(task, "train", seed=3)
     straight.take(taken)
     state = json.loads(json.dumps(straight.state()))

@@ -73,6 +73,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ten_steps_are_five_a_kill_and_five(
     layout: str, beside: bool, tmp_path: Path, cache: Path
 ) -> None:
+    """Weights, optimizers, schedules, cursor, phase and answers, bit for bit (case 23)."""
     if beside and layout != "dp":
         pytest.skip("a save beside the training is one for all layouts")
     sets = (*SETS, *_split(layout), f"save_async={str(beside).lower()}")

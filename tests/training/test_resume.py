@@ -143,6 +143,7 @@ def test_a_signal_saves_and_a_resume_is_exact(
 def test_a_resume_can_be_longer_cleans_up_and_can_come_again(
     tmp_path: Path, cache: Path, straight: Callable[[int], Path]
 ) -> None:
+    """A second save after a resume, and a resume from that one (case 24)."""
     longer = tmp_path / "longer"
     run(1, arguments(longer, cache, *SETS, "num_steps=3"))
     (longer / "checkpoints" / ".step_000007.draft" / "actor").mkdir(parents=True)

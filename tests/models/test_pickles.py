@@ -82,6 +82,46 @@ def test_an_index_that_calls_something_is_refused(
     refused(folder, mark, "it would call posix.mkdir")
 
 
+class ByName:
+    """Pickled as the call of `getattr` with these two arguments."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_enums_may_be_looked_up_by_name(folder: Path) -> None:
+    """As Python 3.11.0 to 3.11.3 write them."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    plain = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    index.planner_data = [ByName(plain, "TORCH_CONTIGUOUS_FORMAT")]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    pickles.check(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(torch.Size, "mro"), (pickles.Metadata, "__init__"), (pickles.BytesStorageMetadata, "x")],
+)
+def test_no_other_attribute_may_be_looked_up(
+    folder: Path, tmp_path: Path, kind: Any, name: str
+) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = [ByName(kind, name)]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    refused(folder, tmp_path / "mark", "it would call builtins.getattr(")
+
+
+def test_an_enum_has_no_other_attribute_either(folder: Path, tmp_path: Path) -> None:
+    plain = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = [ByName(plain, "__class__")]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    refused(folder, tmp_path / "mark", "it would call builtins.getattr(")
+
+
 def test_an_index_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps({"harmless": 1}))
     refused(folder, tmp_path / "mark", "its index is a dict")

@@ -87,7 +87,7 @@ def run_binac(args: argparse.Namespace) -> dict[str, Any]:
             f"rollout.max_attempt_tokens={args.tokens}",
             f"actor.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
             f"critic.model.max_sequence_length={PROMPT_TOKENS + args.tokens + 16}",
-            f"actor.share_prefixes={str(args.share_prefixes).lower()}",
+            *(["actor.share_prefixes=false"] if args.plain_rows else []),
         ],
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -230,7 +230,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Useful tokens a second of every run of both sides, and the ratio of one to the other."""
     own = ["--tokens", args.tokens, "--prompts", args.prompts, "--group", args.group]
     own += ["--threads", args.threads, "--steps", args.steps, "--warmup", args.warmup]
-    own += ["--runs", args.runs, *(["--share-prefixes"] if args.share_prefixes else [])]
+    own += ["--runs", args.runs, *(["--plain-rows"] if args.plain_rows else [])]
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     root = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join([root, env.get("PYTHONPATH", "")])
@@ -277,8 +277,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2)
-    text = "learn from each distinct token of a group once (actor.share_prefixes)"
-    parser.add_argument("--share-prefixes", action="store_true", help=text)
+    text = "compute every turn alone, as if none shared its prompt (share_prefixes=false)"
+    parser.add_argument("--plain-rows", action="store_true", help=text)
     args = parser.parse_args()
     if args.side is None:
         print(json.dumps(compare(args), indent=2))

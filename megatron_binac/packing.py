@@ -526,10 +526,11 @@ def _fit(
         return lengths_S, 0, 0
     if oversize == "error":
         at = int(over.argmax())
+        others = f", and so have {num_cut - 1} more" if num_cut > 1 else ""
         raise ValueError(
             f"lengths: sequence {at} has {lengths_S[at]} tokens, expected at most {limit} "
             f"(capacity={capacity}, seq_multiple={align.seq_multiple}, pack_multiple="
-            f"{align.pack_multiple}), and so have {num_cut - 1} more; "
+            f"{align.pack_multiple}){others}; "
             "raise capacity or pass oversize='truncate'"
         )
     kept = np.minimum(lengths_S, limit)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_binac.algo.checks import check_gae
+
 # Relative spread below which a group counts as constant. Means of equal rewards over different
 # numbers of samples differ in the last bits, and dividing such a residue by its own std makes
 # advantages of order one out of nothing.
@@ -245,12 +247,8 @@ def gae(
     Raises: ValueError on lengths that do not fit.
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
+    check_gae(reward_T, value_T, cu_seqlens, mask)
     num_tokens = reward_T.numel()
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != num_tokens:
-        raise ValueError(
-            f"got cu_seqlens from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; expected 0 to "
-            f"{num_tokens}, the number of tokens"
-        )
     at_U = torch.nonzero(mask, as_tuple=True)[0]  # trained tokens only, U of them
     advantage_T = torch.zeros(num_tokens, dtype=torch.float64, device=reward_T.device)
     if at_U.numel() > 0:

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_binac.algo.checks import check_borders
+
 KlEstimator = Literal["k1", "k2", "k3", "k1_score"]
 
 # exp(20) = 4.9e8 still squares in float32; no ratio beyond it means anything.
@@ -207,6 +209,8 @@ def check_policy_inputs(
     Args: the [T] arguments by name, without `_T`. Raises: ValueError as `policy_loss` says.
     """
     _same_shape(**tensors)
+    if cu_seqlens is not None and tensors["mask"] is not None:
+        check_borders(cu_seqlens, tensors["mask"].numel())
     _refuse_idle_settings(
         cfg, tensors["ref_logprob"], tensors["engine_logprob"], tensors["entropy"], cu_seqlens
     )
@@ -319,11 +323,7 @@ def _engine_weighted(
 
 
 def _sequence_of_token(cu_seqlens: Tensor, like_T: Tensor) -> Tensor:
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != like_T.numel():
-        raise ValueError(
-            f"got cu_seqlens from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; expected 0 to "
-            f"{like_T.numel()}, the number of tokens"
-        )
+    check_borders(cu_seqlens, like_T.numel())
     index_S = torch.arange(cu_seqlens.numel() - 1, device=like_T.device)
     return torch.repeat_interleave(index_S, cu_seqlens.diff().to(like_T.device))
 

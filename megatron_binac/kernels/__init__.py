@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_binac.algo import advantages, losses
+from megatron_binac.algo.checks import check_gae, check_kinds
 from megatron_binac.algo.losses import PolicyLossConfig
 from megatron_binac.kernels import credit, reference, topk, vocab_parallel
 from megatron_binac.kernels.credit import CreditWeights, TreeCredit, TreeRewards
@@ -142,6 +143,9 @@ def token_logprob(
     CPU (NaN on a GPU, which would have to wait for the check).
     """
     _check_linear(hidden_TH, weight_VH, accumulate_into_main_grad)
+    check_kinds("float", hidden=hidden_TH)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected 1 token or more, or None")
     call = vocab_parallel.make_call(
         _vocab_backend(hidden_TH),
         labels_T,
@@ -222,6 +226,9 @@ def topk_divergence(
         )
     if top_k < 1 or not 0.0 <= alpha <= 1.0:
         raise ValueError(f"top_k must be >= 1 and alpha in [0, 1], got {top_k} and {alpha}")
+    check_kinds("float", student_logits=student_logits_TV, teacher_logits=teacher_logits_TV)
+    ranks = 1 if tp_group is None else dist.get_world_size(tp_group)
+    top_k = min(top_k, student_logits_TV.shape[1] * ranks)
     backend = _vocab_backend(student_logits_TV)
     call = vocab_parallel.make_call(
         backend,
@@ -331,6 +338,9 @@ def group_advantage(
             f"reward, group and valid must be flat and of one length, got {tuple(reward_N.shape)}, "
             f"{tuple(group_N.shape)}, {tuple(valid_N.shape)}"
         )
+    check_kinds("float", reward=reward_N)
+    check_kinds("integer", group=group_N)
+    check_kinds("bool", valid=valid_N)
     if not _uses_triton(reward_N):
         return credit.group_advantage(reward_N, group_N, valid_N, kind)
     if reward_N.device.type == "cpu" and not reward_N[valid_N].isfinite().all():
@@ -375,15 +385,12 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """``algo.advantages.gae`` as one reverse scan a sequence: (advantage [T], return [T]).
 
-    Raises ValueError on the CPU for borders that do not go from 0 to T.
+    Raises ValueError for shapes or dtypes that do not fit, and on the CPU for borders that do not
+    rise from 0 to T.
     """
     if not _uses_triton(reward_T):
         return advantages.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)
-    if cu_seqlens.device.type == "cpu" and cu_seqlens[[0, -1]].tolist() != [0, mask.numel()]:
-        raise ValueError(
-            f"cu_seqlens must go from 0 to {mask.numel()}, the number of tokens, "
-            f"got {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}"
-        )
+    check_gae(reward_T, value_T, cu_seqlens, mask)
     from megatron_binac.kernels import triton_segment
 
     return triton_segment.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)

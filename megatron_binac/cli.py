@@ -85,8 +85,19 @@ def _guarded(action: Callable[[], int]) -> tuple[int, str]:
         # The reader of our output (head, less) has gone: its choice, and no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0, ""
-    except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
+    except (
+        ValueError,
+        FileNotFoundError,
+        FileExistsError,
+        PermissionError,
+        IsADirectoryError,
+        NotADirectoryError,
+    ) as error:
         return 2, f"binac: error: {error}"
+    except ImportError as error:
+        if error.name is not None:  # Python's own: something of ours is broken
+            raise
+        return 2, f"binac: error: {error}"  # ours: it names the extra to install
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -665,3 +665,30 @@ def test_ranks_die_with_a_killed_parent(launch, tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "a rank outlived the process that started it"
         time.sleep(0.05)
     assert not list((tmp_path / "run").glob("saved*"))
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    argv = ["grade", str(tmp_path), "--task", "gsm8k", "--data", str(problems)]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith("binac: error: [Errno 21] Is a directory")
+
+
+def test_a_missing_extra_is_one_line_and_a_broken_module_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: ImportError) -> None:
+        def action(args: object) -> int:
+            raise error
+
+        monkeypatch.setattr(cli, "_grade", action)
+
+    fails(ImportError("datasets is not installed; pip install 'megatron_binac[tasks]'"))
+    assert cli.main(["grade", "x", "--task", "gsm8k"]) == 2
+    assert capsys.readouterr().err.startswith("binac: error: datasets is not installed")
+    fails(ModuleNotFoundError("No module named 'megatron_binac.gone'", name="megatron_binac.gone"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["grade", "x", "--task", "gsm8k"])

@@ -166,10 +166,25 @@ def read_items(folder: Path) -> list[Item]:
     if len(whole) < len(data):
         with open(path, "r+b") as file:
             file.truncate(len(whole))
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; pass another --out") from error
+    items: list[Item] = []
+    seen: set[tuple[str, int]] = set()
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            item = json.loads(line)
+            key = (item["id"], item["sample"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number} is damaged, it is no item of an evaluation ({error!r}); take the "
+                "line out, or pass another --out"
+            ) from error
+        if key in seen:
+            raise ValueError(
+                f"{path}:{number} is damaged, sample {key[1]} of {key[0]!r} is there twice; take "
+                "one out, or pass another --out"
+            )
+        seen.add(key)
+        items.append(item)
+    return items
 
 
 # The rounds

@@ -39,9 +39,17 @@ def task_names() -> list[str]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """Make a task; ValueError, with the closest name, for a task or an option it does not know."""
+    """Make a task; ValueError, with the closest name, for a task or an option it does not know, and
+    for an option that it cannot do without."""
     check_task(name, options)
-    return _builder(name)(**options)
+    builder = _builder(name)
+    try:
+        inspect.signature(builder).bind(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"task {name}: {error}; give it in task.options of a config, or as --set OPTION=VALUE"
+        ) from error
+    return builder(**options)
 
 
 def check_task(name: str, options: Iterable[str]) -> None:

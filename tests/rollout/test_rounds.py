@@ -305,3 +305,18 @@ def test_how_many_problems_there_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds out 3 problems"):
         run_rounds(*seats, Few(), TWO_ROUNDS, tmp_path)
     assert len(run_rounds(*seats, Few(), replace(TWO_ROUNDS, num_prompts=0), tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"broken": 1}', r"items\.jsonl:2 is damaged, it is no item.*KeyError"),
+        ("not json", r"items\.jsonl:2 is damaged"),
+        ("[1]", r"items\.jsonl:2 is damaged"),
+        ('{"id": "a", "sample": 0}', r"items\.jsonl:2 is damaged, sample 0 of 'a' is there twice"),
+    ],
+)
+def test_a_foreign_line_is_named(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "items.jsonl").write_text('{"id": "a", "sample": 0}\n' + line + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_items(tmp_path)

@@ -67,3 +67,8 @@ def test_building_a_procedural_task_loads_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_option_that_a_task_needs_is_named() -> None:
+    with pytest.raises(ValueError, match=r"task reasoning_gym: missing a required .*dataset"):
+        tasks.build_task("reasoning_gym")

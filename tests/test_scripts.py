@@ -75,6 +75,9 @@ class Checkout:
         return subprocess.Popen(
             ["bash", *command], cwd=self.repo, env=self.env | env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
+            # A suite that a shell has put in the background hands on that SIGINT is ignored, and a
+            # shell can't trap what it was told to ignore.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def run(self, *command: str, **env: str) -> tuple[int, str]:

@@ -445,7 +445,8 @@ _UNITS: dict[str, str] = {
         "month": "month months", "year": "yr year years", "g": "g gram grams",
         "kg": "kg kilogram kilograms", "mph": "mph", "pound": "lb lbs pound pounds",
         "ounce": "oz ounce ounces", "L": "l liter liters litre litres",
-        "mL": "ml milliliter milliliters",
+        "mL": "ml milliliter milliliters", "am": "am", "pm": "pm",
+        "radian": "rad radian radians",
     }.items()
     for spelling in spellings.split()
 }  # fmt: skip
@@ -489,7 +490,7 @@ def _read_value(text: str, name: str) -> Shape:
 
 def _unit(text: str) -> str:
     """One spelling of a unit; words that are none (apples) all count as no unit."""
-    flat = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).lower().strip()
+    flat = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).lower().replace(".", "").strip()
     power = "".join(re.findall(r"\^\s*\{?\s*([0-9])", flat))
     words = re.findall(r"[a-z%]+", flat)
     if words and words[0] in _POWERS:
@@ -500,9 +501,12 @@ def _unit(text: str) -> str:
 
 
 def _word(text: str) -> str | None:
-    r"""A text answer in small letters (`\text{Evelyn}`, `even`, `(C)`); None for formulas."""
+    r"""A text answer in small letters (`\text{Evelyn}`, `even`, `(C)`); None for formulas.
+
+    A letter alone is a choice up to H, and behind that a variable, whose case counts.
+    """
     whole = re.fullmatch(
-        r"\\text\s*\{([^{}]*)\}|([a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*)|\(?([A-Z])\)?", text
+        r"\\text\s*\{([^{}]*)\}|([a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*)|\(?([A-H])\)?", text
     )
     if whole is None:
         return None

@@ -91,7 +91,9 @@ def same(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
     if gold.kind == "value":
         return _same_value(gold, answer, leaf)
     if gold.kind == "text":
-        return bool(gold.text) and gold.text == answer.text
+        return bool(gold.text) and (
+            gold.text == answer.text or _same_product(gold.text, answer.text)
+        )
     if gold.kind in ("list", "union"):
         return _same_in_any_order(gold, answer, leaf)
     if gold.kind == "equation":
@@ -147,8 +149,16 @@ def _across_kinds(gold: Shape, answer: Shape, leaf: Leaf) -> bool:
     if kinds == {"value", "text"}:
         if gold.kind == "value" and re.fullmatch(r"[a-z]", gold.text):
             return False  # the variable n, and not N; the choice C may be written c
+        if _same_product(gold.text, answer.text):
+            return True
         return squeeze(gold.text).lower() == squeeze(answer.text).lower()
     return False
+
+
+def _same_product(gold: str, answer: str) -> bool:
+    r"""Whether two or three letters (`xy`, `x \cdot y`) are the same factors in some order."""
+    one, other = (re.sub(r"\\cdot|\\times|[\s*]", "", text) for text in (gold, answer))
+    return re.fullmatch(r"[a-z]{2,3}", one) is not None and sorted(one) == sorted(other)
 
 
 def _both_pairs(gold: Shape, answer: Shape) -> bool:

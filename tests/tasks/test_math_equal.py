@@ -245,3 +245,29 @@ def test_a_quick_verdict_is_never_another_one() -> None:
 @pytest.mark.parametrize("gold", [g for g, _, e in CASES if e])
 def test_an_answer_equals_itself(gold: str) -> None:
     assert quick(gold, gold) is True
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("xy", "yx", True),
+        ("xy", r"x \cdot y", True),
+        ("xyz", "zyx", True),
+        ("xy", "xz", False),
+        ("xy", "x+y", False),
+        ("no", "on", True),  # a product of two letters, if it is no word
+        ("even", "neve", False),
+        ("R", "r", False),
+        ("r", "R", False),
+        ("R", "(R)", True),
+        (r"\text{R}", "R", True),
+        ("C", "c", True),  # a choice
+        (r"3:00\text{ PM}", r"3:00\text{ AM}", False),
+        (r"3:00\text{ p.m.}", r"3:00\text{ PM}", True),
+        (r"3:00\text{ PM}", "3:00", True),
+        (r"10^\circ", r"10\text{ radians}", False),
+        (r"10^\circ", r"10\text{ degrees}", True),
+    ],
+)
+def test_letters_and_units_that_were_once_misjudged(gold: str, answer: str, same: bool) -> None:
+    assert equal(gold, answer) is same

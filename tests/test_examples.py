@@ -72,3 +72,19 @@ def test_every_example_is_tested_and_listed() -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert f'"{path.name}"' in tests, f"no test runs {path.name}"
         assert f"`{path.name}`" in listed, f"examples/README.md does not list {path.name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [("packing", {"plan", "packs", "rows"}), ("kernels", {"loss", "advantage", "stats"})],
+)
+def test_the_first_example_of_a_page_runs(page: str, made: set[str]) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    block = text.split("```python\n", 1)[1].split("```", 1)[0]
+    names: dict[str, object] = {}
+    exec(compile(block, f"docs/{page}.md", "exec"), names)
+    assert made <= names.keys()
+    if page == "packing":
+        assert [len(row) for row in names["rows"]] == [300, 7, 120, 64]  # type: ignore[attr-defined]
+    else:
+        assert names["advantage"].tolist() == [1.0, -1.0, -1.0, 1.0]  # type: ignore[attr-defined]

@@ -192,9 +192,7 @@ def check_request(template: str | None, options: Mapping[str, Any]) -> None:
         f"critic template is {template!r}, expected one with {{problem}} and {{attempt}}",
     )
     reserved = sorted({"messages", "model", "stream", "n"} & options.keys())
-    check(
-        not reserved, f"critic options set {reserved}, which are not for them; leave it out"
-    )
+    check(not reserved, f"critic options set {reserved}, which are not for them; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

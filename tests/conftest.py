@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers_http import Server
 
 # Read when torch is imported, which is after this file.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("network") and not os.environ.get("BINAC_TEST_NETWORK"):
             item.add_marker(pytest.mark.skip(reason="needs a connection; set BINAC_TEST_NETWORK=1"))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """An endpoint that speaks OpenAI's chat completions, for one test."""
+    made = Server()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture(scope="session")

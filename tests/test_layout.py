@@ -21,7 +21,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (1, ("algo.*", "algo", "tasks.*", "tasks", "packing", "packing_reference", "recipes")),
     (1, ("quickstart", "method_recipes", "pretrained_recipes")),
     (1, ("tokenizer", "run_folder", "ranks", "pulse", "planner", "planner.*", "report", "terms")),
-    (1, ("report_page", "report_charts", "timeline")),
+    (1, ("report_page", "report_charts", "timeline", "first_rank")),
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
     (3, ("rollout.sampling", "rollout.critics", "rollout.http_critic")),

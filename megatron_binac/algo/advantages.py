@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_binac.algo.checks import check_gae
+from megatron_binac.algo.checks import check_gae, check_group
 
 # Relative spread below which a group counts as constant. Means of equal rewards over different
 # numbers of samples differ in the last bits, and dividing such a residue by its own std makes
@@ -65,13 +65,7 @@ class _Groups:
 
 
 def _read_groups(reward_N: Tensor, group_N: Tensor, valid_N: Tensor) -> _Groups:
-    if reward_N.dim() != 1 or reward_N.shape != group_N.shape or reward_N.shape != valid_N.shape:
-        raise ValueError(
-            f"got reward {tuple(reward_N.shape)}, group {tuple(group_N.shape)}, valid "
-            f"{tuple(valid_N.shape)}; expected three flat tensors of one length: flatten them first"
-        )
-    if valid_N.dtype != torch.bool:
-        raise ValueError(f"got valid of {valid_N.dtype}; expected torch.bool: use valid.bool()")
+    check_group(reward_N, group_N, valid_N)
     reward_N = torch.where(valid_N, reward_N.detach().double(), 0.0)
     if not bool(torch.isfinite(reward_N).all()):
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Kind = Literal["float", "integer", "bool"]
-_FIX = {"float": ".float()", "integer": ".long()", "bool": " != 0"}
+_FIX = {"float": ".float()", "integer": ".long()", "bool": ".to(torch.bool)"}
 
 
 def check_kinds(kind: Kind, **tensors: Tensor) -> None:
@@ -51,6 +51,18 @@ def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
             f"cu_seqlens falls from {int(cu_seqlens[at])} to {int(cu_seqlens[at + 1])} at border "
             f"{at + 1}; expected borders in ascending order"
         )
+
+
+def check_group(reward_N: Tensor, group_N: Tensor, valid_N: Tensor) -> None:
+    """Raise ValueError for rewards, groups and validity that do not fit together."""
+    if reward_N.dim() != 1 or not reward_N.shape == group_N.shape == valid_N.shape:
+        raise ValueError(
+            f"reward, group and valid must be flat and of one length, got {tuple(reward_N.shape)}, "
+            f"{tuple(group_N.shape)}, {tuple(valid_N.shape)}"
+        )
+    check_kinds("bool", valid=valid_N)
+    check_kinds("float", reward=reward_N)
+    check_kinds("integer", group=group_N)
 
 
 def check_gae(reward_T: Tensor, value_T: Tensor, cu_seqlens: Tensor, mask_T: Tensor) -> None:

@@ -239,6 +239,7 @@ def sequence_mean_weights(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     With it the loss sum is a sum of sequence means, to be divided by the number of sequences.
     Source: GRPO, arXiv 2402.03300, eq. 3, whose inner mean is over one answer.
     """
+    check_borders(cu_seqlens, mask_T.numel())
     sequence_T = _sequence_of_token(cu_seqlens, mask_T)
     ones_T = mask_T.to(torch.float32)
     count_S = ones_T.new_zeros(cu_seqlens.numel() - 1).index_add_(0, sequence_T, ones_T)
@@ -323,7 +324,6 @@ def _engine_weighted(
 
 
 def _sequence_of_token(cu_seqlens: Tensor, like_T: Tensor) -> Tensor:
-    check_borders(cu_seqlens, like_T.numel())
     index_S = torch.arange(cu_seqlens.numel() - 1, device=like_T.device)
     return torch.repeat_interleave(index_S, cu_seqlens.diff().to(like_T.device))
 

@@ -10,11 +10,7 @@ rank, or the call fails.
 from __future__ import annotations
 
 import importlib.util
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,11 +22,12 @@ from torch import Tensor
 
 from megatron_binac.arguments import Parser, whole
 from megatron_binac.benchmark.machine import describe
-from megatron_binac.benchmark.workload import WORKLOADS, workload_config
+from megatron_binac.benchmark.under_ranks import under_ranks
+from megatron_binac.benchmark.workload import WORKLOADS
 from megatron_binac.config import Config
 from megatron_binac.models import cpu, export
 from megatron_binac.models.learner import MegatronLearner
-from megatron_binac.models.parallel import build_groups, start_distributed
+from megatron_binac.models.parallel import build_groups
 from megatron_binac.rollout.refit import (
     Checksum,
     Folder,
@@ -207,7 +204,7 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"versions {versions}: every checksum is new, and the same on all ranks")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Refit some times and print what it took; the exit code."""
     parser = Parser(prog="binac bench refit", description=__doc__)
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="quickstart")
@@ -216,25 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    config = workload_config(args.workload, args.set)
-    if args.nproc and args.nproc > 1 and not dist.is_torchelastic_launched():
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        ranks += [f"--nproc-per-node={args.nproc}", "-m", "megatron_binac", "bench", "refit"]
-        ranks += ["--workload", args.workload, "--repeats", str(args.repeats)]
-        ranks += [part for item in args.set for part in ("--set", item)]
-        ranks += ["--json"] if args.json else []
-        return subprocess.run(ranks, check=False).returncode
-    start_distributed()
-    config.check_world(dist.get_world_size())
-    with tempfile.TemporaryDirectory() as temporary:
-        places = [temporary]
-        dist.broadcast_object_list(places)
-        result = measure(config, Path(places[0]), args.repeats)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        if args.json:
-            print(json.dumps(result, indent=2))
-        else:
-            print_table(result)
-    dist.destroy_process_group()
-    return 0
+    return under_ranks(
+        args,
+        ["refit", *argv],
+        lambda config, folder: measure(config, folder, args.repeats),
+        print_table,
+    )

@@ -8,11 +8,8 @@ for more ranks: then each rank's own phase times are compared as well.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,9 +27,10 @@ from megatron_binac.benchmark.machine import (
     measured_peak_flops,
     profiled_shares,
 )
-from megatron_binac.benchmark.workload import WORKLOADS, Workload, build, workload_config
+from megatron_binac.benchmark.under_ranks import under_ranks
+from megatron_binac.benchmark.workload import WORKLOADS, Workload, build
 from megatron_binac.models import checkpoint
-from megatron_binac.models.parallel import start_distributed
+from megatron_binac.models.learner import work_of
 from megatron_binac.planner import flops
 from megatron_binac.planner.flops import Work
 from megatron_binac.rollout.batch import actor_turns, sequences
@@ -84,9 +82,9 @@ class Meter:
         """Add the FLOPs of a pass to a phase of this step."""
         learner = self.load.learners[role]
         recompute = learner.config.parallel.recompute == "full"
-        model = flops.forward_flops(learner.shape, work) * (3 if training else 1)
-        run = flops.executed_flops(
-            learner.shape, executed, training=training, recompute=recompute)
+        once = flops.training_flops if training else flops.forward_flops
+        model = once(learner.shape, work)
+        run = flops.executed_flops(learner.shape, executed, training=training, recompute=recompute)
         for table, value in ((self.model_flops, model), (self.executed, run)):
             table.setdefault(phase, []).append(value)
 
@@ -145,8 +143,7 @@ def train_phase(meter: Meter, phase: str, role: str, turns: list[Turn]) -> tuple
 def _update_work(learner: Any, rows: Sequence[TrainSequence]) -> tuple[Work, Work, int]:
     """What an update needs and what it runs over all ranks: padded tokens, padded squares; with
     shared prefixes the distinct tokens. What it needs counts every turn alone, as if none did."""
-    scored = sum(row.num_targets for row in rows)
-    real = flops.causal((len(row.ids) for row in rows), scored)
+    real = work_of(rows)
     plan = learner.plan(rows)
     stored = sum(len(batch.ids_T) for batch in plan)
     computed = slots = 0
@@ -164,7 +161,7 @@ def _update_work(learner: Any, rows: Sequence[TrainSequence]) -> tuple[Work, Wor
     counts = torch.tensor([stored, computed, slots], dtype=torch.int64)
     dist.all_reduce(counts, group=learner.groups.collection.dp)
     stored, computed, pairs = counts.tolist()
-    return real, Work(tokens=computed, pairs=pairs, scored=scored), stored
+    return real, Work(tokens=computed, pairs=pairs, scored=real.scored), stored
 
 
 def one_step(meter: Meter, what: str, step: int, totals: list[dict[str, int]]) -> None:
@@ -349,7 +346,7 @@ def print_table(result: dict[str, Any]) -> None:
         console.print(f"profiled step, {name}: {share:.1%}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit code."""
     parser = Parser(prog="binac bench", description=__doc__)
     parser.add_argument("what", choices=tuple(PHASES))
@@ -363,26 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace for each rank")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    if args.nproc and args.nproc > 1 and not dist.is_torchelastic_launched():
-        own = list(sys.argv[1:] if argv is None else argv)
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        ranks += [f"--nproc-per-node={args.nproc}", "-m", "megatron_binac", "bench"]
-        return subprocess.run([*ranks, *_without_nproc(own)], check=False).returncode
-    start_distributed()
-    config = workload_config(args.workload, args.set)
-    config.check_world(dist.get_world_size())
-    with tempfile.TemporaryDirectory() as temporary:
-        places = [temporary]
-        dist.broadcast_object_list(places)
-        result = _measure(args, config, Path(places[0]))
-        dist.barrier()
-    if dist.get_rank() == 0:
-        if args.json:
-            print(json.dumps(result, indent=2))
-        else:
-            print_table(result)
-    dist.destroy_process_group()
-    return 0
+    return under_ranks(
+        args, argv, lambda config, folder: _measure(args, config, folder), print_table
+    )
 
 
 def _measure(args: argparse.Namespace, config: Any, folder: Path) -> dict[str, Any]:
@@ -414,17 +394,3 @@ def _measure(args: argparse.Namespace, config: Any, folder: Path) -> dict[str, A
     if timeline is not None:
         timeline.write(args.trace)
     return result
-
-
-def _without_nproc(argv: list[str]) -> list[str]:
-    out = []
-    skip = False
-    for item in argv:
-        if skip or item.startswith("--nproc="):
-            skip = False
-            continue
-        if item == "--nproc":
-            skip = True
-            continue
-        out.append(item)
-    return out

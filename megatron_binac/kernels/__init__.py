@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_binac.algo import advantages, losses
-from megatron_binac.algo.checks import check_gae, check_kinds
+from megatron_binac.algo.checks import check_gae, check_group, check_kinds
 from megatron_binac.algo.losses import PolicyLossConfig
 from megatron_binac.kernels import credit, reference, topk, vocab_parallel
 from megatron_binac.kernels.credit import CreditWeights, TreeCredit, TreeRewards
@@ -333,16 +333,9 @@ def group_advantage(
     kinds = AdvantageKind.__args__  # type: ignore[attr-defined]
     if kind not in kinds:
         raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
-    if reward_N.dim() != 1 or not reward_N.shape == group_N.shape == valid_N.shape:
-        raise ValueError(
-            f"reward, group and valid must be flat and of one length, got {tuple(reward_N.shape)}, "
-            f"{tuple(group_N.shape)}, {tuple(valid_N.shape)}"
-        )
-    check_kinds("float", reward=reward_N)
-    check_kinds("integer", group=group_N)
-    check_kinds("bool", valid=valid_N)
     if not _uses_triton(reward_N):
         return credit.group_advantage(reward_N, group_N, valid_N, kind)
+    check_group(reward_N, group_N, valid_N)
     if reward_N.device.type == "cpu" and not reward_N[valid_N].isfinite().all():
         raise ValueError("a valid reward is not finite: mark rows whose verifier failed as invalid")
     from megatron_binac.kernels import triton_segment

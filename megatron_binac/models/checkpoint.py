@@ -32,6 +32,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron_binac.first_rank import on_first
 from megatron_binac.models import cpu, manifest, pickles
 from megatron_binac.models.learner import MegatronLearner
 
@@ -219,9 +220,7 @@ def newest_good(folder: Path, *, set_aside: bool) -> Path | None:
     Damaged ones are logged in one line each and, with `set_aside`, renamed to `step_N.damaged`.
     Collective: the ranks share the reading.
     """
-    names: list[Any] = [_complete(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names, src=0)
-    for name in names[0]:
+    for name in on_first(lambda: _complete(folder)):
         reason = damage(folder / name)
         if reason is None:
             if set_aside and dist.get_rank() == 0:
@@ -345,15 +344,14 @@ def _leave_out_states(templates: list[dict[str, Any]], path: Path) -> list[dict[
 def _check_pickles(path: Path) -> None:
     """Raise ValueError on all ranks where the checkpoint could run a program; the first rank
     looks."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
+
+    def look() -> None:
         try:
             pickles.check(path)
-        except (OSError, ValueError) as error:
-            found = [str(error)]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is not None:
-        raise ValueError(found[0])
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+    on_first(look)
 
 
 def _sharded(learner: MegatronLearner, *, with_optimizer: bool, loading: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,16 @@ from megatron_binac.models.parallel import Groups
 from megatron_binac.models.precision import choose_layers, say_once, token_multiple
 from megatron_binac.models.prefix_attention import require_prefix_sharing
 from megatron_binac.planner import flops
+from megatron_binac.planner.flops import Work
 from megatron_binac.planner.shapes import Shape
 from megatron_binac.terms import CrossEntropy, Distill, Term
 from megatron_binac.types import TrainSequence
+
+
+def work_of(rows: Sequence[TrainSequence]) -> Work:
+    """What a pass over these rows needs: neither layout nor padding, recomputation or shared
+    prefixes change it."""
+    return flops.causal((len(row.ids) for row in rows), sum(row.num_targets for row in rows))
 
 
 class MegatronLearner:
@@ -93,13 +101,8 @@ class MegatronLearner:
         taken, self._flops = self._flops, 0
         return taken
 
-    def _count(
-        self, rows: Sequence[TrainSequence], *, training: bool = False, head: bool = True
-    ) -> None:
-        """One pass over rows of the global batch, by the count of `planner.flops`: neither layout
-        nor padding, recomputation or shared prefixes change it."""
-        scored = sum(row.num_targets for row in rows) if head else 0
-        work = flops.causal((len(row.ids) for row in rows), scored)
+    def _count(self, work: Work, *, training: bool = False) -> None:
+        """One pass over rows of the global batch."""
         once = flops.training_flops if training else flops.forward_flops
         self._flops += once(self.shape, work)
 
@@ -188,7 +191,7 @@ class MegatronLearner:
             raise ValueError(f"{self.role} holds no reference; call hold_reference first")
         batches = self.plan(sequences)
         rows = self._score(batches, self._reference if reference else None)
-        self._count(sequences)
+        self._count(work_of(sequences))
         out = [np.zeros(len(s.ids), np.float32) for s in sequences]
         mine: list[tuple[int, np.ndarray]] = []
         if self.groups.reports:
@@ -226,8 +229,8 @@ class MegatronLearner:
         rows = self._rows(live, keep_old=steps > 1)
         for _ in range(steps):
             values = contract.summarize(self._step(rows))
-            for term in live:
-                self._count(term.rows, training=True)
+            for row in rows:
+                self._count(row.work, training=True)
         if dist.get_rank() == 0:
             contract.alarm(self.role, values, self.config.mismatch_alarm)
         return values
@@ -253,23 +256,29 @@ class MegatronLearner:
                 by_sequence=by_sequence(loss),
                 share=share,
             )
-            rows = Rows(term=term, batches=batches, denominator=denominator(term))
+            rows = Rows(
+                term=term,
+                batches=batches,
+                denominator=denominator(term),
+                work=work_of(term.rows),
+            )
             if isinstance(loss, LossConfig) and loss.kl_coef > 0:
                 if self._reference is None:
                     raise ValueError(
                         f"{self.role} holds no reference but loss.kl_coef is {loss.kl_coef}"
                     )
                 rows.reference = self._score(batches, self._reference)
-                self._count(term.rows)
+                self._count(rows.work)
             if isinstance(loss, LossConfig) and keep_old:
                 rows.old = self._score(batches)
-                self._count(term.rows)
+                self._count(rows.work)
             if term.teacher is not None:
                 twins = pack(term.teacher, plan, self.groups.dp_rank, length=length)
                 assert isinstance(loss, Distill)
                 rows.teacher = self._teach(twins, loss.trust_region)
+                read = work_of(term.teacher)
                 for _ in range(1 if loss.trust_region == 0.0 else 2):
-                    self._count(term.teacher)
+                    self._count(read)
             out.append(rows)
         return out
 
@@ -294,7 +303,7 @@ class MegatronLearner:
         ranks that do not report, no states."""
         batches = self.plan(sequences)
         states = self._score(batches, read=self.scorer.target_states)
-        self._count(sequences, head=False)
+        self._count(replace(work_of(sequences), scored=0))
         return batches, states if self.groups.reports else []
 
     def _require_trainable(self) -> None:
@@ -343,9 +352,7 @@ class MegatronLearner:
         self.num_updates += 1
         return {**values, "grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
 
-    def _reduce(
-        self, rows: Sequence[Rows], found: list[dict[str, Tensor]]
-    ) -> dict[str, float]:
+    def _reduce(self, rows: Sequence[Rows], found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Statistics of every term over micro-batches and ranks (names on _max by max), and the
         loss of all terms together; the same on every rank."""
         zero = torch.zeros((), device=cpu.device())

@@ -16,6 +16,7 @@ from megatron_binac.config import LossConfig
 from megatron_binac.kernels import policy_loss, topk_divergence
 from megatron_binac.models import contract
 from megatron_binac.models.forward import MicroBatch, Scorer
+from megatron_binac.planner.flops import Work
 from megatron_binac.terms import CrossEntropy, Distill, FirstPrompt, Shaped, Term, TermLoss
 
 Values = tuple[Tensor, dict[str, Tensor]]
@@ -28,6 +29,8 @@ class Rows:
     term: Term
     batches: list[MicroBatch]
     denominator: float
+    work: Work
+    """What one pass over the term's rows needs, of the global batch."""
     old: list[Tensor] = field(default_factory=list)
     """Log-prob [T] of each row before the first step; empty where the step's own are the old."""
     reference: list[Tensor] = field(default_factory=list)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_binac.algo.bilevel import choose_attempts
 from megatron_binac.algo.prompts import Template
 from megatron_binac.config import RolloutConfig
+from megatron_binac.first_rank import on_first
 from megatron_binac.rollout.critics import TextCritic
 from megatron_binac.rollout.engine import Engine
 from megatron_binac.seeds import name_seed
@@ -173,18 +174,7 @@ def _say_once(
     critic: TextCritic, prompts: Sequence[Prompt], attempts: Sequence[str], seeds: Sequence[int]
 ) -> list[str | None]:
     """Ask on the first rank and tell the others, so that all hear the same."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return critic.say(prompts, attempts, seeds)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = critic.say(prompts, attempts, seeds)
-        except Exception as error:  # the others wait here: they have to hear of it
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    return box[0]
+    return on_first(lambda: critic.say(prompts, attempts, seeds))
 
 
 def play(

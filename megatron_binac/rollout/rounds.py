@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
+from megatron_binac.first_rank import on_first
 from megatron_binac.rollout.engine import Engine
 from megatron_binac.rollout.play import shared_out, shown_to_critic
 from megatron_binac.seeds import name_seed
@@ -204,7 +205,7 @@ def run_rounds(
     before the next one begins.
     """
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    held = _from_first(read_items(folder) if is_writer else [])
+    held = on_first(lambda: read_items(folder))
     found = {(item["id"], item["sample"]): item for item in held}
     prompts = list(_prompts(task, settings))
     wanted = [(p, s) for p in prompts for s in range(settings.samples)]
@@ -354,11 +355,3 @@ def _graded(task: Task, pairs: list[tuple[Prompt, str]]) -> list[Grade]:
             distinct.append((prompt, text))
     grades = shared_out(lambda mine: grade_all(task, mine), distinct)
     return [grades[places[p.id, text]] for p, text in pairs]
-
-
-def _from_first(value: list[Item]) -> list[Item]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_binac.first_rank import on_first
 from megatron_binac.models import cpu
 from megatron_binac.rollout.refit import (
     BUCKET_BYTES,
@@ -300,13 +301,6 @@ class VllmEngine:
         core.scheduler.shutdown()
 
 
-def _from_first(make: Callable[[], Any]) -> Any:
-    """What the first rank makes, on all."""
-    made = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made, src=0)
-    return made[0]
-
-
 def _check_neighbour(tp: int) -> None:
     """ValueError where an engine of the other role, in the same process, is split otherwise: vLLM
     knows one layout a process."""
@@ -326,14 +320,13 @@ def _check_neighbour(tp: int) -> None:
 def write_once(folder: Folder, weights: Weights, version: int, bucket_bytes: int) -> Report:
     """The first rank writes a version down while all take part in the stream; the report on
     all."""
-    report: list[Any] = [None]
+    report: Any = None
     if dist.get_rank() == 0:
-        report[0] = folder.write(weights.stream(), version=version, bucket_bytes=bucket_bytes)
+        report = folder.write(weights.stream(), version=version, bucket_bytes=bucket_bytes)
     else:
         for _ in weights.stream():
             pass
-    dist.broadcast_object_list(report, src=0)
-    return report[0]
+    return on_first(lambda: report)
 
 
 def check_replicas(found: Sequence[tuple[str, str, int]], report: Report) -> None:
@@ -580,7 +573,7 @@ def _shared_memory() -> Iterator[None]:
         return
     from vllm.distributed.device_communicators import cpu_communicator
 
-    name = f"binac-{_from_first(lambda: secrets.token_hex(8))}"
+    name = f"binac-{on_first(lambda: secrets.token_hex(8))}"
     shared = cpu_communicator._CPUSHMDistributed
     theirs = shared.make_group_name
     shared.make_group_name = staticmethod(lambda c: f"{name}{theirs(c).replace('/', '')}")

@@ -12,7 +12,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed as dist
 
+from megatron_binac.first_rank import on_first
 from megatron_binac.models import cpu
 from megatron_binac.rollout.refit import BUCKET_BYTES, Checksum, Folder, Report, log_first
 from megatron_binac.rollout.vllm_engine import (
@@ -96,7 +97,7 @@ class VllmServerEngine:
                 bucket_bytes=settings.bucket_bytes,
             )
         else:
-            _on_first(lambda: self.init_weight_transfer_engine({}))
+            on_first(lambda: self.init_weight_transfer_engine({}))
 
     def generate(
         self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
@@ -118,7 +119,7 @@ class VllmServerEngine:
             places = [urls[i * len(urls) // max(num, 1)] for i in range(num)]
             return list(self._pool.map(lambda u, b: self._ask(u, b, sampling), places, bodies))
 
-        return _on_first(ask_all)
+        return on_first(ask_all)
 
     def _ask(self, url: str, body: dict[str, Any], sampling: Sampling) -> Completion:
         """One answer; `failed` where the server gave none, or one of other weights."""
@@ -142,14 +143,14 @@ class VllmServerEngine:
         if version == self.version:
             return
         self.version, self._next = -1, version
-        _on_first(lambda: self._each("pause?mode=wait"))
+        on_first(lambda: self._each("pause?mode=wait"))
         start = time.perf_counter()
         if self._sender is not None:
             report = self._send_by_gpu(version)
         else:
             report = self._send_by_file(version)
         report = replace(report, seconds=time.perf_counter() - start)
-        _on_first(lambda: self._check(report))
+        on_first(lambda: self._check(report))
         if self.last is None and dist.get_rank() == 0:
             log_first(report, cpu.device())
         self.version, self.last = version, report
@@ -164,7 +165,7 @@ class VllmServerEngine:
             self.update_weights({"path": path})
             self.finish_weight_update()
 
-        _on_first(load)
+        on_first(load)
         return report
 
     def _send_by_gpu(self, version: int) -> Report:
@@ -255,18 +256,3 @@ class VllmServerEngine:
             reason = error.read(400).decode(errors="replace")
             raise OSError(f"{request.full_url} answered {error.code}: {reason}") from error
         return json.loads(text) if text else None
-
-
-def _on_first(action: Callable[[], Any]) -> Any:
-    """Run on the first rank; its result, or what it raised, on all."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = action()
-        except (OSError, RuntimeError, ValueError) as error:
-            found[1] = error
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]

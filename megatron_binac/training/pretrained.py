@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron_binac.algo.chat_prompts import ChatTemplate
 from megatron_binac.algo.prompts import Template
 from megatron_binac.config import Config, RoleConfig
+from megatron_binac.first_rank import on_first
 from megatron_binac.models.checkpoint import load_learner
 from megatron_binac.models.convert import folder
 from megatron_binac.models.convert.command import PRETRAINED, prepare
@@ -33,16 +31,14 @@ def prepare_weights(config: Config, run_dir: Path) -> dict[Role, Path]:
     roles = {role: c for role, c in _roles(config).items() if c.model.weights is not None}
     if not roles:
         return {}
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
+
+    def prepared() -> dict[Role, Path]:
         try:
-            answer = [_prepare(config, roles, run_dir)]
-        except (ValueError, ImportError, OSError) as error:
-            answer = [ValueError(str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    return answer[0]
+            return _prepare(config, roles, run_dir)
+        except (ImportError, OSError) as error:
+            raise ValueError(str(error)) from error
+
+    return on_first(prepared)
 
 
 def _prepare(config: Config, roles: Mapping[Role, RoleConfig], run_dir: Path) -> dict[Role, Path]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_binac import __version__
 from megatron_binac.algo.prompts import Template
 from megatron_binac.config import Config, OptimizerConfig, RoleConfig, RoleWarmStart
+from megatron_binac.first_rank import on_first
 from megatron_binac.models.checkpoint import load_learner, save_learner
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import Groups
@@ -208,9 +209,7 @@ def _sequence(role: Role, index: int, task: TeachingTask, template: Template) ->
 
 def _missing(path: Path) -> bool:
     """Whether rank 0 sees no finished warm start; the same answer on every rank."""
-    answer = [not path.is_dir()]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+    return on_first(lambda: not path.is_dir())
 
 
 @contextmanager

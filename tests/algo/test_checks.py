@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_binac import kernels
-from megatron_binac.algo.advantages import gae
+from megatron_binac.algo.advantages import gae, mean_centered
 from megatron_binac.algo.checks import check_borders, check_kinds
 
 
@@ -64,3 +64,8 @@ def test_a_top_k_above_the_vocabulary_is_all_of_it() -> None:
     student, teacher = torch.randn(2, 3, 7)
     whole = kernels.topk_divergence(student, teacher, top_k=7, alpha=0.5)
     assert torch.equal(kernels.topk_divergence(student, teacher, top_k=2**40, alpha=0.5), whole)
+
+
+def test_the_plain_functions_refuse_integers_as_the_kernels_do() -> None:
+    with pytest.raises(ValueError, match=r"reward is torch\.int64"):
+        mean_centered(torch.tensor([1, 0, 1]), torch.zeros(3).long(), torch.ones(3).bool())

@@ -28,15 +28,6 @@ def problem(text: str) -> Prompt:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that were waited for, without the wait."""
     noted: list[float] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,6 @@ from helpers_ranks import Job
 from helpers_runs import arguments, command, finish, rows, transcripts
 
 KEY = "sk-test-77c0d1"
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def with_key(argv: list[str]) -> int:

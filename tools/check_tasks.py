@@ -313,6 +313,8 @@ def wrong_answers(gold: str) -> Iterator[tuple[str, str]]:
         yield "ten times", f"{gold}0" if re.fullmatch(r"\d+", gold) else rf"10 \cdot {gold}"
         if value.denominator == 1 and value > 1:
             yield "nearly", f"{value.numerator}.001"
+    if re.fullmatch(r"\d{2,}", gold):
+        yield "digits apart", r"\,".join(gold)
     if shape.kind == "text" and shape.text:
         yield "another word", "C" if shape.text != "c" else "D"
     yield "and another", f"{gold} and 987654"

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
+from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
 from megatron_binac.types import Grade, Prompt, Split
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -53,10 +53,15 @@ class ChoiceTask(DataTask):
             ids = unique_ids(rows, ("Record ID", "id", "question_id"))
             # A place in the file may change: without ids the question names itself.
             has_ids = ids != [str(place) for place in range(len(rows))]
-            return [
-                _prompt(name, split, i, row, seed if shuffle else None, instruction, has_ids)
-                for i, row in zip(ids, rows, strict=True)
-            ]
+            return prompts_of(
+                rows,
+                ids,
+                lambda row_id, row: _prompt(
+                    name, split, row_id, row, seed if shuffle else None, instruction, has_ids
+                ),
+                task=name,
+                split=split,
+            )
 
         super().__init__(name, prompts)
 
@@ -228,7 +233,10 @@ def _prompt(
 ) -> Prompt:
     question, options, gold = question_of(row)
     if not 2 <= len(options) <= len(LETTERS) or not 0 <= gold < len(options):
-        raise ValueError(f"{name} {row_id}: {len(options)} options and the answer at {gold}")
+        raise ValueError(
+            f"got {len(options)} options and the answer at {gold}, expected 2 to {len(LETTERS)} "
+            "options and the answer among them"
+        )
     order = list(range(len(options)))
     if seed is not None:
         key = row_id if has_ids else question
@@ -267,11 +275,11 @@ def shuffled_order(options: Sequence[str], seed: int) -> list[int]:
 def question_of(row: Row) -> tuple[str, list[str], int]:
     """Question, options and the place of the right one, of a row in any known format."""
     if "Correct Answer" in row:
-        wrong = [row[f"Incorrect Answer {i}"] for i in (1, 2, 3)]
+        wrong = [take(row, (f"Incorrect Answer {i}",)) for i in (1, 2, 3)]
         options = [str(option).strip() for option in (row["Correct Answer"], *wrong)]
-        return str(row["Question"]), options, 0
-    question = str(take(row, ("question", "Question", "text"), "a row of a choice task"))
-    listed = take(row, ("options", "choices"), "a row of a choice task")
+        return str(take(row, ("Question",))), options, 0
+    question = str(take(row, ("question", "Question", "text")))
+    listed = take(row, ("options", "choices"))
     labels: list[str] = []
     if isinstance(listed, dict):
         listed, labels = listed["text"], [str(label) for label in listed["label"]]
@@ -279,7 +287,7 @@ def question_of(row: Row) -> tuple[str, list[str], int]:
         listed, labels = [o["text"] for o in listed], [str(o["label"]) for o in listed]
     # MMLU-Pro pads short lists.
     options = [str(option).strip() for option in listed]
-    gold = take(row, ("answer_index", "answerKey", "answer", "label"), "a row of a choice task")
+    gold = take(row, ("answer_index", "answerKey", "answer", "label"))
     place = _place(gold, options, labels)
     kept = [i for i, option in enumerate(options) if option not in ("N/A", "") or i == place]
     return question, [options[i] for i in kept], kept.index(place) if place in kept else -1

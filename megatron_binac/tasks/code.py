@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
+from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
 from megatron_binac.tasks.sandbox import Isolation, Limits, Sandbox, SandboxError, Verdict
 from megatron_binac.types import Grade, Prompt, Split
 
@@ -37,11 +37,11 @@ MBPP_SPLITS: dict[str, range] = {
     "train": range(601, 975),
 }
 """Task ids of each split, as the authors of MBPP have it."""
-ANSWER = "<answer>"
-"""File name under which answers are parsed here."""
+ANSWER, TESTS, SETUP = "<answer>", "<tests>", "<setup>"
+"""File names under which answers and data are parsed here."""
 # A slip such as an invalid escape is the answer's business and not worth a line for each.
 for _kind in (SyntaxWarning, DeprecationWarning):
-    warnings.filterwarnings("ignore", category=_kind, module=re.escape(ANSWER))
+    warnings.filterwarnings("ignore", category=_kind, module="<(?:answer|tests|setup)>")
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -112,11 +112,15 @@ class CodeTask(DataTask):
 
         def prompts(split: Split) -> list[Prompt]:
             rows = read(split)
-            ids = unique_ids(rows, ("task_id", "id"))
-            return [
-                _prompt(name, split, i, problem(row, show_tests), instruction)
-                for i, row in zip(ids, rows, strict=True)
-            ]
+            return prompts_of(
+                rows,
+                unique_ids(rows, ("task_id", "id")),
+                lambda row_id, row: _prompt(
+                    name, split, row_id, problem(row, show_tests), instruction
+                ),
+                task=name,
+                split=split,
+            )
 
         super().__init__(name, prompts)
         self.partial, self.critic_sees = partial, critic_sees
@@ -268,10 +272,10 @@ def imports(code: str) -> str:
 
 
 def used_names(code: str) -> set[str]:
-    """Names that a program reads anywhere."""
+    """Names that tests read anywhere."""
     return {
         n.id
-        for n in ast.walk(ast.parse(code, ANSWER))
+        for n in ast.walk(ast.parse(code, TESTS))
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
     }
 
@@ -280,20 +284,36 @@ def used_names(code: str) -> set[str]:
 
 
 def problem(row: Row, show_tests: int = 3) -> Problem:
-    """A row as HumanEval (entry_point), MBPP (test_list), MBPP+ (test) or plain (tests) has it."""
+    """A row as HumanEval (entry_point), MBPP (test_list), MBPP+ (test) or plain (tests) has it.
+
+    ValueError where its tests or its code are no Python, or use nothing that can be defined.
+    """
+    try:
+        found = _problem(row, show_tests)
+        ast.parse(found.tests, TESTS)
+        ast.parse(found.setup, SETUP)
+    except SyntaxError as error:
+        where = f"line {error.lineno} of {error.filename}: {(error.text or '').strip()[:80]!r}"
+        raise ValueError(f"{error.msg} in {where}") from error
+    if not found.names:
+        raise ValueError("its tests use no function that the program has to define")
+    return found
+
+
+def _problem(row: Row, show_tests: int) -> Problem:
     if "entry_point" in row:
         return _humaneval(row)
     if "test_list" in row and not row.get("test"):
         return _mbpp(row, show_tests)
     if "test" in row and "code" in row:
         return _mbpp_plus(row, show_tests)
-    tests = take(row, ("tests",), "a row of a code task")
+    tests = take(row, ("tests",))
     tests = "\n".join(tests) if isinstance(tests, list) else str(tests)
     names = row.get("names") or sorted(
         used_names(tests) - set(dir(builtins)) - set(top_level_names(tests))
     )
     return Problem(
-        text=str(take(row, ("text", "prompt", "problem"), "a row of a code task")),
+        text=str(take(row, ("text", "prompt", "problem"))),
         tests=tests,
         names=list(names),
         setup=str(row.get("setup") or ""),
@@ -301,11 +321,11 @@ def problem(row: Row, show_tests: int = 3) -> Problem:
 
 
 def _mbpp(row: Row, show_tests: int) -> Problem:
-    code, asserts = str(row["code"]), list(row["test_list"])
+    code, asserts = str(take(row, ("code",))), list(take(row, ("test_list",)))
     before = str(row.get("test_setup_code") or "")
     tests = "\n".join([before, *asserts])
     names = [n for n in top_level_names(code) if n in used_names(tests)]
-    text = str(row.get("text") or row["prompt"])
+    text = str(take(row, ("text", "prompt")))
     return Problem(
         text=_with_tests(text, asserts, show_tests),
         statement=text,
@@ -318,10 +338,10 @@ def _mbpp(row: Row, show_tests: int) -> Problem:
 
 
 def _mbpp_plus(row: Row, show_tests: int) -> Problem:
-    code, tests = str(row["code"]), str(row["test"])
+    code, tests = str(take(row, ("code",))), str(take(row, ("test",)))
     names = [n for n in top_level_names(code) if n in used_names(tests)]
     asserts = list(row.get("test_list") or [])
-    text = str(row.get("prompt") or row["text"])
+    text = str(take(row, ("prompt", "text")))
     shown = _with_tests(text, asserts, show_tests)
     return Problem(
         text=shown,
@@ -333,11 +353,11 @@ def _mbpp_plus(row: Row, show_tests: int) -> Problem:
 
 
 def _humaneval(row: Row) -> Problem:
-    prompt, entry = str(row["prompt"]), str(row["entry_point"])
+    prompt, entry = str(take(row, ("prompt",))), str(take(row, ("entry_point",)))
     start = re.search(rf"^(?:async\s+)?def {re.escape(entry)}\b", prompt, re.MULTILINE)
     return Problem(
         text=f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```",
-        tests=f"{row['test']}\ncheck({entry})",
+        tests=f"{take(row, ('test',))}\ncheck({entry})",
         names=[entry],
         setup=prompt,
         preamble=prompt[: start.start()] if start else "",
@@ -367,7 +387,7 @@ def _mbpp_reader(data: str, train_splits: Sequence[str]) -> Callable[[Split], li
     def read(split: Split) -> list[Row]:
         wanted = ["test"] if split == "eval" else train_splits
         ids = {i for name in wanted for i in MBPP_SPLITS[name]}
-        return [row for row in read_rows(data) if int(take(row, ("task_id",), data)) in ids]
+        return [row for row in read_rows(data) if int(take(row, ("task_id",))) in ids]
 
     return read
 
@@ -399,7 +419,7 @@ def build_mbpp_plus(
         held_out = read_rows(data)
         if split == "eval" or train_data is None:
             return held_out if split == "eval" else []
-        taken = {int(take(row, ("task_id",), data)) for row in held_out}
+        taken = {int(take(row, ("task_id",))) for row in held_out}
         rows = _mbpp_reader(train_data, ("train",))("train")
         return [row for row in rows if int(row["task_id"]) not in taken]
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w.+-]+))?")
+_FIND_IN: tuple[Split, ...] = ("eval", "train")
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -94,15 +95,35 @@ def _read_hub(name: str, config: str | None, split: str) -> list[Row]:
         ) from error
 
 
-def take(row: Mapping[str, Any], names: Sequence[str], source: object) -> Any:
+def take(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     """The first of these columns that a row has; ValueError with the columns that there are."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
     raise ValueError(
-        f"{source} has no column {' or '.join(map(repr, names))}; it has {sorted(row)}. Name the "
-        "right ones with the task's option `columns`"
+        f"there is no column {' or '.join(map(repr, names))}, only {sorted(map(str, row))}"
     )
+
+
+def prompts_of(
+    rows: Sequence[Row],
+    ids: Sequence[str],
+    make: Callable[[str, Row], Prompt],
+    *,
+    task: str,
+    split: Split,
+) -> list[Prompt]:
+    """A problem for each row; ValueError that names the row where `make` cannot use it."""
+    out = []
+    for number, (row_id, row) in enumerate(zip(ids, rows, strict=True), start=1):
+        try:
+            out.append(make(row_id, row))
+        except (ValueError, TypeError, LookupError) as error:
+            said = str(error) if isinstance(error, ValueError) else repr(error)
+            raise ValueError(
+                f"task {task}: row {number} (id {row_id}) of split {split!r} is no problem: {said}"
+            ) from error
+    return out
 
 
 class DataTask:
@@ -135,6 +156,15 @@ class DataTask:
                 double = next(i for i in ids if ids.count(i) > 1)
                 raise ValueError(
                     f"task {self.name} has the id {double!r} twice in its split {split!r}"
+                )
+            alike = len(found) - len({_content(self.statement(p)) for p in found})
+            if alike:
+                logger.warning(
+                    "task %s: %d of %d problems in split %r repeat another one; they are kept",
+                    self.name,
+                    alike,
+                    len(found),
+                    split,
                 )
             self._held[split] = self._not_held_out(found) if split == "train" else found
             self._places |= {p.id: (split, i) for i, p in enumerate(self._held[split])}
@@ -172,26 +202,22 @@ class DataTask:
 
     def find(self, name: str) -> Prompt:
         """A problem by its id, whole (`gsm8k/eval/17`) or as in the data (`17`)."""
-        splits: tuple[Split, ...] = ("eval", "train")
-        self.prompts("eval")
-        for split in splits:
-            if split == "train" and not self._can_read_train():
+        unread = ""
+        for split in _FIND_IN:
+            try:
+                self.prompts(split)
+            except (OSError, ValueError, ImportError) as error:
+                # An id that the held-out problems lack must not end in a failed download.
+                if split == "eval":
+                    raise
+                unread = f" (its train problems cannot be read: {error})"
                 continue
             for known in (name, f"{self.name}/{split}/{name}"):
                 if known in self._places:
                     where, place = self._places[known]
                     return self._held[where][place]
-        some = [p.id for split in splits for p in self._held.get(split, [])[:2]]
-        raise ValueError(f"task {self.name} has no problem {name!r}; it has {some} ...")
-
-    def _can_read_train(self) -> bool:
-        """Whether train problems can be had: an unknown id must not end in a failed download."""
-        try:
-            self.prompts("train")
-        except (OSError, ValueError, ImportError) as error:
-            logger.warning("task %s: its train problems cannot be read: %s", self.name, error)
-            return False
-        return True
+        some = [p.id for split in _FIND_IN for p in self._held.get(split, [])[:2]]
+        raise ValueError(f"task {self.name} has no problem {name!r}; it has {some} ...{unread}")
 
     def verdict(self, feedback_text: str) -> bool | None:
         """The last "correct" or "incorrect" of the feedback."""
@@ -203,9 +229,18 @@ def _content(text: str) -> str:
 
 
 def unique_ids(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """An id for each row: the first of these columns that tells all rows apart, else the place."""
+    """An id for each row: the first of these columns that tells all rows apart, else the place.
+
+    ValueError where an id is neither text nor an integer.
+    """
     for column in columns:
-        values = [str(row.get(column, "")) for row in rows]
-        if rows and all(values) and len(set(values)) == len(values):
-            return values
+        values = [row.get(column) for row in rows]
+        for number, value in enumerate(values, start=1):
+            if isinstance(value, bool) or not isinstance(value, str | int | None):
+                raise ValueError(
+                    f"row {number} has the {column} {value!r}, expected text or an integer"
+                )
+        ids = ["" if value is None else str(value) for value in values]
+        if rows and all(ids) and len(set(ids)) == len(ids):
+            return ids
     return [str(place) for place in range(len(rows))]

@@ -44,8 +44,8 @@ def grade_file(task: Task, path: Path) -> Iterator[dict[str, Any]]:
     """One graded row for each row {"id": ..., "completion": ...} of a JSONL file, in order, then a
     summary.
 
-    ValueError for a row that is none or an id that the task does not know, before anything is
-    graded.
+    ValueError for a file without rows, a row that is none or an id that the task does not know,
+    before anything is graded.
     """
     rows = _read_completions(path)
     graded: list[Grade] = []
@@ -105,15 +105,21 @@ def _read_completions(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{path}:{number} is no JSON: {error}") from error
             if (
                 not isinstance(row, dict)
-                or "id" not in row
+                or not _is_id(row.get("id"))
                 or not isinstance(row.get("completion"), str)
             ):
                 raise ValueError(
                     f"{path}:{number} is {line.strip()[:80]}, "
-                    'expected {"id": ..., "completion": "..."}'
+                    'expected {"id": "..." or NUMBER, "completion": "..."}'
                 )
             rows.append(row)
+    if not rows:
+        raise ValueError(f'{path} is empty, expected rows {{"id": ..., "completion": "..."}}')
     return rows
+
+
+def _is_id(name: object) -> bool:
+    return isinstance(name, str | int) and not isinstance(name, bool)
 
 
 def _find(task: Task, name: object) -> Prompt:

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, read_rows, take, unique_ids
-from megatron_binac.tasks.math_answer import extract, number, squeeze
+from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
+from megatron_binac.tasks.math_answer import extract, number, read, squeeze
 from megatron_binac.tasks.math_judge import MathJudge
 from megatron_binac.types import Grade, Prompt, Split
 
@@ -56,7 +56,9 @@ class MathTask(DataTask):
         instruction: str = INSTRUCTION,
         workers: int | None = None,
         seconds: float = 5.0,
+        numeric: bool = False,
     ) -> None:
+        """`numeric` refuses data in which an answer is no number."""
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(
                 f"task {name} needs the package math-verify; pip install 'megatron_binac[tasks]'"
@@ -64,7 +66,7 @@ class MathTask(DataTask):
         names = _columns(name, columns)
         sources: dict[Split, str | None] = {"train": train_data, "eval": eval_data}
         super().__init__(
-            name, lambda split: _prompts(name, split, sources[split], names, instruction)
+            name, lambda split: _prompts(name, split, sources[split], names, instruction, numeric)
         )
         self.judge = MathJudge(workers=workers, seconds=seconds)
 
@@ -166,25 +168,31 @@ def _prompts(
     source: str | None,
     names: Mapping[str, tuple[str, ...]],
     instruction: str,
+    numeric: bool,
 ) -> list[Prompt]:
     rows: list[Row] = [] if source is None else read_rows(source)
-    out = []
-    for row_id, row in zip(unique_ids(rows, names["id"]), rows, strict=True):
-        gold = gold_answer(str(take(row, names["gold"], source)))
-        if not gold:
-            raise ValueError(f"{source}: problem {row_id} has no answer in {names['gold']}")
-        text = str(take(row, names["text"], source))
+
+    def make(row_id: str, row: Row) -> Prompt:
+        given = str(take(row, names["gold"]))
+        gold = gold_answer(given)
+        if not gold or (numeric and number(read(gold).text) is None):
+            what = "number" if numeric else "answer"
+            raise ValueError(f"the answer {given[-60:]!r} ends in no {what}")
+        text = str(take(row, names["text"]))
         meta: dict[str, Any] = {key: row[key] for key in META if key in row}
-        out.append(
-            Prompt(
-                id=f"{name}/{split}/{row_id}",
-                text=f"{text}\n\n{instruction}" if instruction else text,
-                gold=gold,
-                task=name,
-                meta={**meta, "statement": text},
-            )
+        return Prompt(
+            id=f"{name}/{split}/{row_id}",
+            text=f"{text}\n\n{instruction}" if instruction else text,
+            gold=gold,
+            task=name,
+            meta={**meta, "statement": text},
         )
-    return out
+
+    try:
+        return prompts_of(rows, unique_ids(rows, names["id"]), make, task=name, split=split)
+    except ValueError as error:
+        hint = "; the task's option `columns` names others" if "no column" in str(error) else ""
+        raise ValueError(f"{source}: {error}{hint}") from error
 
 
 def gold_answer(text: str) -> str:
@@ -220,7 +228,7 @@ def build_gsm8k(
     **options: Any,
 ) -> MathTask:
     """GSM8K in its own two splits."""
-    return MathTask("gsm8k", train_data=train_data, eval_data=eval_data, **options)
+    return MathTask("gsm8k", train_data=train_data, eval_data=eval_data, numeric=True, **options)
 
 
 def build_aime(

@@ -123,14 +123,14 @@ _SIGNS = {
 }  # fmt: skip
 _REPLACED: tuple[tuple[str, str], ...] = (
     # Order matters: new rows first, as they look like spaces; then spaces, sizes and fonts,
-    # operators.
+    # operators. A command ends where its letters do: \b stands for that, also before a digit.
     (r"\\\\(?:\[[0-9.]+ *(?:em|pt|ex|mm|cm)\])?", r"\\cr "),
     (r"\\[()\[\]]", " "),
     (r"\\!\s*", ""),
     (r"\\[,;:> ]|~|\\q?quad\b|\\hspace\{[^{}]*\}|\\ ", " "),
-    (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|displaystyle|textstyle)\b\.?", ""),
-    (r"\\(?:limits|nolimits)\b", ""),
-    (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
+    (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?)\b\.?", " "),
+    (r"\\(?:displaystyle|textstyle|limits|nolimits)\b", " "),
+    (r"\\[dtc](frac|binom)\b", r"\\\1"),
     (r"\\(?:leqslant|leq)\b|<=", r"\\le "),
     (r"\\(?:geqslant|geq)\b|>=", r"\\ge "),
     (r"\\lt\b", "<"),
@@ -148,13 +148,15 @@ _REPLACED: tuple[tuple[str, str], ...] = (
         r"\\text",
     ),
     (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf)\b", ""),
-    (r"\\text\s*\{\s*\}", ""),
+    (r"\\text\s*\{\s*\}", " "),
     (r"\*\*(?=\S)(.*?\S)\*\*", r"\1"),
     (r"\*\*", "^"),
     (r"(?<=[0-9])\{,\}(?=[0-9])", ","),
     (r"\\(?:approx|simeq)\b\s*", r"\\approx "),
 )
-_COMPILED = tuple((re.compile(pattern), new) for pattern, new in _REPLACED)
+_COMPILED = tuple(
+    (re.compile(pattern.replace(r"\b", "(?![a-zA-Z])")), new) for pattern, new in _REPLACED
+)
 
 
 def clean(text: str) -> str:
@@ -188,10 +190,22 @@ def _plain_words(text: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """For comparison as strings: no spaces, no needless braces."""
-    out = re.sub(r"\s+", "", clean(text))
-    out = re.sub(r"\\text\{([^{}]*)\}", r"\1", out)
-    return re.sub(r"([\^_])\{([0-9a-zA-Z])\}", r"\1\2", out)
+    """For comparison as strings: no spaces but between digits, no needless braces."""
+    out = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", clean(text))
+    return re.sub(r"([\^_])\{([0-9a-zA-Z])\}", r"\1\2", tight(out))
+
+
+def tight(text: str) -> str:
+    """Without spaces, but those that keep two numerals apart: `1 2` is not 12, `1 200` is 1200."""
+    return re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", _SPACED.sub(_without_spaces, text))
+
+
+_SPACED = re.compile(r"(?<![\d.,])(?<![\d.,] )[0-9]{1,3}(?: [0-9]{3})+(?![\d,]| [\d.])")
+"""Groups of three digits, all of them."""
+
+
+def _without_spaces(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "")
 
 
 # What shape it has
@@ -270,11 +284,14 @@ def _list(parts: list[str]) -> Shape:
     return Shape("list", tuple(items))
 
 
+_PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+
+
 def _both_signs(shape: Shape) -> list[Shape]:
     """`a \\pm b` as its two values."""
-    if shape.kind == "value" and r"\pm" in shape.text:
-        other = Shape("value", text=re.sub(r"\\pm\b", "-", shape.text), unit=shape.unit)
-        return [Shape("value", text=re.sub(r"\\pm\b", "+", shape.text), unit=shape.unit), other]
+    if shape.kind == "value" and _PLUS_MINUS.search(shape.text):
+        signed = (_PLUS_MINUS.sub(sign, shape.text) for sign in "+-")
+        return [Shape("value", text=text, unit=shape.unit) for text in signed]
     return [shape]
 
 
@@ -418,16 +435,14 @@ def _split_on(text: str, command: str) -> list[str]:
 
 
 _THOUSANDS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:,[0-9]{3})+(?![\d,])")
-_SPACED = re.compile(r"(?<![\d.,])[0-9]{1,3}(?: [0-9]{3})+(?![\d,])")
 
 
 def _joined_thousands(text: str) -> str:
     r"""1,234,567 and 1 234 567 as one number; inside brackets a comma separates."""
     if any(sign in text for sign in "([") and r"\text" not in text:
         return text
-    for pattern in (_THOUSANDS, _SPACED):
-        text = pattern.sub(lambda found: re.sub("[, ]", "", found[0]), text)
-    return text
+    text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    return _SPACED.sub(_without_spaces, text)
 
 
 # Values and their units
@@ -539,10 +554,7 @@ _MIXED = re.compile(r"(-?)\(([0-9]+)\+\\frac\{([0-9]+)\}\{([0-9]+)\}\)")
 
 def number(text: str) -> Fraction | None:
     """The exact value of a plain numeral, None where it is any other expression."""
-    text = (
-        re.sub(r"(?<=[0-9])[\s](?=[0-9]{3}\b)", "", text.strip()) if "," in text else text.strip()
-    )
-    text = text.replace("{,}", ",")
+    text = text.strip().replace("{,}", ",")
     if re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?", text):
         text = text.replace(",", "")
     if re.fullmatch(rf"[-+]?\s*{_DECIMAL}", text):

@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_binac.tasks.math_answer import Shape, decimals, number, read, squeeze
+from megatron_binac.tasks.math_answer import Shape, decimals, number, read, squeeze, tight
 
 MAX_ITEMS = 64
 """Items of a list; more are not compared."""
@@ -272,8 +272,6 @@ def _close(gold: str, answer: str, leaf: Leaf) -> bool:
     if one is not None and other is not None:
         return one == other or _rounds_to(one, other, answer)
     based = _same_digits(gold, answer)
-    if based is None and _JUXTAPOSED.search(answer):
-        return False
     return leaf(gold, answer) if based is None else based
 
 
@@ -303,16 +301,16 @@ _BASES = {word: str(base) for base, word in enumerate(_WORDS, start=2)}
 
 
 def _is_based(text: str) -> bool:
-    return _BASED.fullmatch(re.sub(r"\s", "", text)) is not None
+    return _BASED.fullmatch(tight(text)) is not None
 
 
 def _same_digits(gold: str, answer: str) -> bool | None:
     """For numerals with a base: same digits, and same base where one is given; None for others."""
-    one, other = (_BASED.fullmatch(re.sub(r"\s", "", text)) for text in (gold, answer))
+    one, other = (_BASED.fullmatch(tight(text)) for text in (gold, answer))
     if one is None:
         return None if other is None else False
     if other is None:
-        return re.sub(r"\s", "", answer) == one[1]
+        return tight(answer) == one[1]
     same_base = _BASES.get(one[2], one[2]) == _BASES.get(other[2], other[2])
     return same_base and one[1].upper() == other[1].upper()
 
@@ -322,6 +320,8 @@ def _same_digits(gold: str, answer: str) -> bool | None:
 
 def algebra(gold: str, answer: str) -> bool:
     """Whether two LaTeX expressions are equal. May take any time: the caller bounds it."""
+    if _JUXTAPOSED.search(answer):
+        return False
     one, other = expression(gold), expression(answer)
     if one is None or other is None or _letters(gold) != _letters(answer):
         return False

@@ -259,3 +259,27 @@ def test_every_task_of_mbpp_names_what_it_tests(data_dir: Path) -> None:
         assert all(problem(row).names for row in rows)
     task = build_mbpp(data=str(data_dir / "mbpp.jsonl"), workers=1)
     assert (task.size("eval"), task.size("train"), task.num_dropped) == (500, 371, 3)
+
+
+MBPP_ROW = {"task_id": 11, "text": "Add.", "code": "def f(a):\n    return a", "test_list": []}
+BROKEN = [
+    ({"test_list": ["assert f(1) == 1", "assert f(("]}, r"was never closed in line 3 of <tests>"),
+    ({"code": "def f(:"}, r"invalid syntax in line 1 of <answer>: 'def f\(:'"),
+    ({"test_setup_code": "import ("}, r"line 1 of <tests>: 'import \('"),
+    ({"test_list": ["assert g(1) == 1"]}, "its tests use no function"),
+    ({"code": None}, "no column 'code'"),
+    ({"text": None}, "no column 'text' or 'prompt'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN)
+def test_data_that_is_broken_is_named(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    good = MBPP_ROW | {"test_list": ["assert f(1) == 1"]}
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text("\n".join(map(json.dumps, [good, good | {"task_id": 12} | change])))
+    with pytest.raises(
+        ValueError, match=r"task mbpp: row 2 \(id 12\) of split 'eval' .*" + message
+    ):
+        build_task("mbpp", data=str(path)).size("eval")

@@ -67,15 +67,18 @@ def test_a_missing_file_is_no_name_on_the_hub() -> None:
 
 
 def test_columns() -> None:
-    assert take({"x": None, "y": 2}, ("x", "y"), "here") == 2
-    with pytest.raises(ValueError, match=r"here has no column 'p' or 'q'; it has \['x'\]"):
-        take({"x": 1}, ("p", "q"), "here")
+    assert take({"x": None, "y": 2}, ("x", "y")) == 2
+    with pytest.raises(ValueError, match=r"there is no column 'p' or 'q', only \['x'\]"):
+        take({"x": 1}, ("p", "q"))
 
 
 def test_ids() -> None:
     assert unique_ids([{"id": 7}, {"id": 8}], ("key", "id")) == ["7", "8"]
     assert unique_ids([{"id": 7}, {"id": 7}], ("id",)) == ["0", "1"]
     assert unique_ids([{"id": 7}, {}], ("id",)) == ["0", "1"]
+    for odd in (["u0"], True, 1.5):
+        with pytest.raises(ValueError, match=r"row 2 has the id .* expected text or an integer"):
+            unique_ids([{"id": "u"}, {"id": odd}], ("id",))
 
 
 class Words(DataTask):
@@ -98,6 +101,11 @@ def test_train_problems_that_are_held_out_are_dropped(caplog: pytest.LogCaptureF
     assert [p.text for p in task.prompts("train")] == ["one", "three", "two - 1"]
     assert task.num_dropped == 1
     assert "1 of 4 train problems are eval problems" in caplog.text
+
+
+def test_problems_that_repeat_another_one_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert Words([], ["one", "two", "O ne", "one"]).size("eval") == 4
+    assert "2 of 4 problems in split 'eval' repeat another one" in caplog.text
 
 
 def test_prompts_by_place_and_by_id() -> None:

@@ -84,6 +84,9 @@ BAD = [
     ('{"id": 1}', r"c.jsonl:1 is .* expected \{"),
     ('{"id": 1, "completion": 5}', "expected"),
     ("[]", "expected"),
+    ('{"id": ["u0"], "completion": "x"}', r'c.jsonl:1 is .* expected \{"id": "..." or NUMBER'),
+    ('{"id": true, "completion": "x"}', "expected"),
+    ("", r"c.jsonl is empty, expected rows"),
     ("{", "is no JSON"),
     ('{"id": "nowhere", "completion": ""}', "no problem 'nowhere'"),
 ]
@@ -135,5 +138,5 @@ def test_an_unknown_id_does_not_end_in_a_download(tmp_path: Path) -> None:
     row = {"id": "a", "question": "Two?", "choices": ["1", "2"], "answer": "2"}
     data = _write(tmp_path / "eval.jsonl", [row])
     task = build_for_grading("arc", str(data), {"train_data": str(tmp_path / "nowhere.jsonl")})
-    with pytest.raises(ValueError, match="no problem '7'"):
+    with pytest.raises(ValueError, match=r"no problem '7'; it has .* \(its train problems cannot"):
         list(grade_file(task, _write(tmp_path / "c.jsonl", [{"id": 7, "completion": "2"}])))

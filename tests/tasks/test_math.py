@@ -182,10 +182,26 @@ def test_columns_of_ones_own(tmp_path: Path) -> None:
     path.write_text("frage,loesung\nWhat is 1+1?,2\n")
     task = build_math(eval_data=str(path), columns={"text": "frage", "gold": "loesung"})
     assert task.prompt("eval", 0).gold == "2"
-    with pytest.raises(ValueError, match=r"no column 'answer' or .* it has \['frage', 'loesung'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"own.csv: .*row 1 .*no column 'answer' or .*\['frage', 'loesung'\]; .* `columns`",
+    ):
         build_math(eval_data=str(path)).size("eval")
     with pytest.raises(ValueError, match="got columns for 'question'"):
         build_math(eval_data=str(path), columns={"question": "frage"})
+
+
+def test_an_answer_of_gsm8k_is_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    answers = ["6 * 7 = 42\n#### 42", "#### $1,072", "nobody knows"]
+    path.write_text("\n".join(json.dumps({"question": a, "answer": a}) for a in answers))
+    with pytest.raises(
+        ValueError, match=r"g.jsonl: .*row 3 \(id 2\).*'nobody knows' ends in no number"
+    ):
+        build_task("gsm8k", eval_data=str(path)).size("eval")
+    path.write_text(path.read_text().rpartition("\n")[0])
+    task = build_task("gsm8k", eval_data=str(path))
+    assert [task.prompt("eval", i).gold for i in range(2)] == ["42", "$1,072"]
 
 
 def test_gsm8k(data_dir: Path) -> None:

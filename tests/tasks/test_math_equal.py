@@ -271,3 +271,61 @@ def test_an_answer_equals_itself(gold: str) -> None:
 )
 def test_letters_and_units_that_were_once_misjudged(gold: str, answer: str, same: bool) -> None:
     assert equal(gold, answer) is same
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("123", "1 2 3"),
+        ("123", r"1\ 2\ 3"),
+        ("123", r"1\,2\,3"),
+        ("35", r"3\;5"),
+        ("100", r"1\,00"),
+        ("1234567", "1 234 56 7"),
+        ("12345", "1 2 345"),
+        ("1.5", r"1\,.\,5"),
+        ("12", "1\u00a02"),
+        ("12", "1\n2"),
+        ("12", "$1$ $2$"),
+        ("12", r"\(1\)\(2\)"),
+        ("12", r"1\text{ }2"),
+        ("12", r"1\text{ 2}"),
+        ("12", r"1\displaystyle2"),
+        ("12", r"1\left.2"),
+        ("12", r"1 2\text{ cm}"),
+        ("x=12", "x=1 2"),
+        ("x+y=12", "x+y=1 2"),
+        ("x^2+12", "x^2+1 2"),
+        (r"\sqrt{12}", r"\sqrt{1 2}"),
+        (r"\frac{10}{3}", r"\frac{1 0}{3}"),
+        ("2^{12}", "2^{1 2}"),
+        ("(12,3)", "(1 2,3)"),
+        ("52_8", "5 2_8"),
+        ("a_{12}", "a_1 2"),
+        ("23/4", "2 3/4"),
+    ],
+)
+def test_digits_that_stand_apart_are_no_number(gold: str, answer: str) -> None:
+    assert equal(gold, answer) is False
+    assert equal(answer, gold) is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("58500", r"58\,500"),
+        ("1 234 567", "1,234,567"),
+        ("-1234.5", "- 1 234.5"),
+        ("(1234,5)", "(1 234, 5)"),
+        ("7/2", "3 1/2"),
+        ("12", r"1\!2"),
+        ("12", r"1\text{2}"),
+        ("3+4i", "3 + 4 i"),
+        ("2x", "2 x"),
+        (r"\frac12", r"\displaystyle\frac12"),
+        (r"x\le5", r"x\leq5"),
+        (r"1\pm2x", r"1-2x, 1+2x"),
+    ],
+)
+def test_spaces_that_mean_nothing(gold: str, answer: str) -> None:
+    assert equal(gold, answer) is True

@@ -895,7 +895,8 @@ class PrefixLayout:
     subtree_ends_N: np.ndarray
     """int64: one past the last slot of the segment and of all that descend from it."""
     slots_T: np.ndarray
-    """int64 [T of the packed micro-batch]: slot of each of its tokens; 0 on padding."""
+    """int64 [T of the packed micro-batch]: slot of each of its tokens; 0 on padding and on what
+    is not stored."""
     num_distinct: int
     """Slots that hold a token."""
     num_real: int
@@ -913,12 +914,17 @@ class PrefixLayout:
 
 
 def share_prefixes(
-    packed: Packed, *, alignment: Alignment | None = None, pad_id: int = 0
+    packed: Packed,
+    *,
+    alignment: Alignment | None = None,
+    pad_id: int = 0,
+    lengths: np.ndarray | None = None,
 ) -> PrefixLayout:
     """The prefix-shared layout of a packed micro-batch; sharing is found in the ids themselves.
 
     A per-token result on slots, [D], is brought to the micro-batch by `result_D[slots_T]`; the sum
-    of gradients over the sequences that share a token follows from that.
+    of gradients over the sequences that share a token follows from that. `lengths` [s], 1 or more:
+    so many tokens of each sequence are stored, the first ones; None stores all of them.
     """
     align = Alignment() if alignment is None else alignment
     if align.seq_multiple != 1:
@@ -927,11 +933,16 @@ def share_prefixes(
             "parallelism; use the plain layout there"
         )
     starts = packed.cu_seqlens_padded[:-1].astype(np.int64)
-    lengths = np.diff(packed.cu_seqlens).astype(np.int64)
+    whole = np.diff(packed.cu_seqlens).astype(np.int64)
+    kept = whole if lengths is None else _vector("lengths", lengths, [np.int64], len(whole))
+    if len(kept) and not (int(kept.min()) >= 1 and (kept <= whole).all()):
+        raise ValueError(
+            f"lengths: got {kept.min()} to {kept.max()}, expected 1 to the length of each sequence"
+        )
     order, shared = _core.sort_by_prefix(
-        packed.tokens_T, starts, lengths, np.zeros(len(starts), dtype=np.int64)
+        packed.tokens_T, starts, kept, np.zeros(len(starts), dtype=np.int64)
     )
-    num_distinct = int(lengths.sum() - shared.sum())
+    num_distinct = int(kept.sum() - shared.sum())
     stored = align.stored(num_distinct)
     if stored < num_distinct:
         raise ValueError(
@@ -941,8 +952,10 @@ def share_prefixes(
     parents_D = np.arange(-1, stored - 1)
     previous = slots_T[:0]
     used = 0
+    stored_T = np.zeros(packed.num_tokens, dtype=np.bool_)
     for at, common in zip(order.tolist(), shared.tolist(), strict=True):
-        start, length = int(starts[at]), int(lengths[at])
+        start, length = int(starts[at]), int(kept[at])
+        stored_T[start : start + length] = True
         row = slots_T[start : start + length]
         row[:common] = previous[:common]
         row[common:] = np.arange(used, used + length - common)
@@ -955,9 +968,8 @@ def share_prefixes(
 
     tokens_D = np.full(stored, pad_id, dtype=np.int64)
     position_ids_D = np.zeros(stored, dtype=np.int64)
-    real = packed.sample_ids_T >= 0 if len(packed.indices_s) else np.ones(packed.num_tokens, bool)
-    tokens_D[slots_T[real]] = packed.tokens_T[real]
-    position_ids_D[slots_T[real]] = packed.position_ids_T[real]
+    tokens_D[slots_T[stored_T]] = packed.tokens_T[stored_T]
+    position_ids_D[slots_T[stored_T]] = packed.position_ids_T[stored_T]
 
     own = np.arange(stored)
     children = np.bincount(parents_D[parents_D >= 0], minlength=stored)
@@ -983,7 +995,7 @@ def share_prefixes(
         subtree_ends_N=subtree_ends_N,
         slots_T=slots_T,
         num_distinct=used if len(packed.indices_s) else 0,
-        num_real=int(lengths.sum()) if len(packed.indices_s) else 0,
+        num_real=int(whole.sum()) if len(packed.indices_s) else 0,
     )
 
 

@@ -375,6 +375,17 @@ def test_equal_rows_are_stored_once(twin: str) -> None:
     assert layout.slots_T.tolist() == [0, 1, 0, 1, 0]
 
 
+def test_tails_that_nobody_reads_are_not_stored(twin: str) -> None:
+    packed = packing.gather(rows([1, 2, 3], [1, 2, 4], [1, 2, 3, 7]), first(3))
+    layout = packing.share_prefixes(packed, lengths=np.asarray([2, 1, 3]))
+    assert layout.tokens_D.tolist() == [1, 2, 3]
+    assert layout.slots_T.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 2, 0]
+    assert (layout.num_distinct, layout.num_real) == (3, 10)
+    for bad in ([2, 0, 3], [2, 3, 5]):
+        with pytest.raises(ValueError, match="expected 1 to the length of each sequence"):
+            packing.share_prefixes(packed, lengths=np.asarray(bad))
+
+
 def test_a_tree_larger_than_a_microbatch_is_cut(twin: str) -> None:
     ids = rows([1, 2, 3], [1, 2, 4], [1, 2, 5], [9])
     plan = packing.plan_shared(ids, groups=[0, 0, 0, 1], capacity=4)

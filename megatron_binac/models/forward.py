@@ -4,7 +4,7 @@ A micro-batch is one row of T tokens, several sequences end to end. `logprob_T[i
 `ids_T[i]`: the hidden state before a token predicts it, and the first token of a sequence is never
 scored.
 
-Shapes: T tokens of a row, H hidden, V vocabulary shard.
+Shapes: T tokens of a row, N masked ones, D distinct ones, H hidden, V vocabulary shard.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class MicroBatch:
     """Which of the global batch's sequences these are, in row order."""
     shared: SharedRow | None = None
     """Every distinct token once, where the model computes the row so; all else is as without."""
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Values of the masked tokens in their places [T], 0 elsewhere."""
+        zeros_T = values_N.new_zeros(len(self.mask_T))
+        return zeros_T.masked_scatter(self.mask_T, values_N)
 
     def cu_seqlens(self) -> Tensor:
         """int32 [S+1]: borders of the sequences, the padding's one-token ones included."""
@@ -146,7 +151,7 @@ def _micro_batch(packed: packing.Packed, share: bool) -> MicroBatch:
         engine_logprob_T=put(packed.fields["engine"]),
         weight_T=put(packed.fields["weight"]) if "weight" in packed.fields else None,
         indices=packed.indices_s,
-        shared=SharedRow.of(packing.share_prefixes(packed), cpu.device()) if share else None,
+        shared=SharedRow.of(packed, cpu.device()) if share else None,
     )
 
 
@@ -162,32 +167,35 @@ class Scorer:
     def __call__(
         self, hidden: Tensor, batch: MicroBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [T, 1, H] ([T/tp, 1, H] under sequence parallelism) -> log-prob [T], entropy [T]
-        or None.
+        """hidden [T, 1, H] ([T/tp, 1, H] under sequence parallelism, [D, 1, H] of a row that shares
+        prefixes) -> log-prob [T], entropy [T] or None.
 
         Both are in row order (`[i]` belongs to `ids_T[i]`) and 0 where the mask is False.
         """
-        labels_T = batch.ids_T.roll(-1)
-        mask_T = batch.mask_T.roll(
-            -1
-        )  # the first token of a row is never masked in, so none wraps around
         weight = self.model.head_weight()
-        logprob_T, entropy_T = token_logprob(
-            hidden.squeeze(1),
-            weight,
-            labels_T,
+        score = partial(
+            token_logprob,
             temperature=self.temperature,
             num_real_columns=self.vocab_size,
             tp_group=self.groups.collection.tp,
-            sequence_parallel=self.groups.config.sequence_parallel,
-            mask_T=mask_T,
             with_entropy=with_entropy,
             # Megatron's float32 buffer: a gradient in the weight's own dtype would be rounded once
             # a micro-batch. A policy without an optimizer has none.
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
         )
+        if batch.shared is not None:
+            states_NH = hidden.squeeze(1)[batch.shared.predict_N]
+            logprob_N, entropy_N = score(states_NH, weight, batch.ids_T[batch.mask_T])
+            return batch.spread(logprob_N), None if entropy_N is None else batch.spread(entropy_N)
+        logprob_T, entropy_T = score(
+            hidden.squeeze(1),
+            weight,
+            batch.ids_T.roll(-1),
+            # The first token of a row is never masked in, so none wraps around.
+            mask_T=batch.mask_T.roll(-1),
+            sequence_parallel=self.groups.config.sequence_parallel,
+        )
         return logprob_T.roll(1), None if entropy_T is None else entropy_T.roll(1)
-
 
     def target_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """Hidden states [N, H] that predict the masked tokens of the row, in order; whole under
@@ -200,6 +208,8 @@ class Scorer:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(
                 hidden, group=self.groups.collection.tp
             )
+        if batch.shared is not None:
+            return hidden.squeeze(1)[batch.shared.predict_N]
         return hidden.squeeze(1)[batch.mask_T.roll(-1)]
 
     def target_logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
@@ -267,8 +277,6 @@ def run_schedule(
         hidden = chunk(ids[None], positions[None], None, packed_seq_params=packed)
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-            if shared is not None:
-                output = output[shared.slots_T]
             if non_loss_data:
                 assert score_function is not None
                 return score_function(output, batch)

@@ -1,13 +1,12 @@
 """The prefix-shared layout of a packed row, computed in a few batched products.
 
 The same attention as `prefix_attention`, which goes segment by segment: here segments of like size
-lie in one padded batch, so that a row of thousands of short turns costs a handful of calls. The
-rows of tensors that the rest of the model sees stay those of the plain layout: hidden states are
-spread from slots to tokens, and the gradient of a shared token is the sum over the turns that share
-it.
+lie in one padded batch, so that a row of thousands of short turns costs a handful of calls. What
+comes after the last target of a sequence, and that target itself, predicts nothing that is scored
+and is not computed. The gradient of a shared token is the sum over the turns that share it.
 
-Shapes: D distinct tokens, T tokens of the plain row, S segments of one batch, n queries, m keys, N
-query heads, K key-value heads, H head width.
+Shapes: D distinct tokens, S segments of one batch, n queries, m keys, N query heads (of a row:
+targets), K key-value heads, H head width.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_binac.packing import PrefixLayout
+from megatron_binac.packing import Packed, PrefixLayout, share_prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,16 +124,21 @@ class SharedRow:
 
     ids_D: Tensor
     positions_D: Tensor
-    slots_T: Tensor
-    """int64: slot of each token of the plain row."""
+    predict_N: Tensor
+    """int64: slot of the token before each target of the plain row, in row order."""
     batches: PrefixBatches
 
     @classmethod
-    def of(cls, layout: PrefixLayout, device: torch.device | None = None) -> SharedRow:
-        """The tensors of a layout."""
+    def of(cls, packed: Packed, device: torch.device | None = None) -> SharedRow:
+        """The tensors of a packed row."""
+        targets_N = np.flatnonzero(packed.loss_mask_T)
+        starts, ends = packed.cu_seqlens_padded[:-1], packed.cu_seqlens_padded[1:]
+        before = np.searchsorted(targets_N, ends)  # targets up to the end of each sequence
+        last = np.append(-1, targets_N)[before]
+        layout = share_prefixes(packed, lengths=np.maximum(last - starts, 1))
         return cls(
             ids_D=torch.as_tensor(layout.tokens_D, device=device),
             positions_D=torch.as_tensor(layout.position_ids_D, device=device),
-            slots_T=torch.as_tensor(layout.slots_T, device=device),
+            predict_N=torch.as_tensor(layout.slots_T[targets_N - 1], device=device),
             batches=PrefixBatches.of(layout, device),
         )

@@ -13,7 +13,7 @@ from megatron_binac import packing
 from megatron_binac.config import ModelConfig, ParallelConfig, RoleConfig
 from megatron_binac.models.forward import trees_of
 from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
-from megatron_binac.models.prefix_batches import PrefixBatches
+from megatron_binac.models.prefix_batches import PrefixBatches, SharedRow
 from megatron_binac.types import TrainSequence
 
 
@@ -67,6 +67,20 @@ def test_batches_are_the_segments_one_by_one() -> None:
         strict=True,
     ):
         assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_what_predicts_no_target_is_not_computed() -> None:
+    ids = [[1, 2, 7, 8], [1, 2, 7, 9], [1, 2, 5, 6, 4]]
+    masks = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1, 0]]
+    packed = packing.gather(
+        packing.Ragged.from_rows([np.asarray(row, np.int32) for row in ids], np.int32),
+        np.arange(3, dtype=np.int32),
+        loss_mask=packing.Ragged.from_rows([np.asarray(m, np.bool_) for m in masks], np.bool_),
+    )
+    row = SharedRow.of(packed)
+    # Sorted: [1, 2, 5] before [1, 2, 7]; the 8, the 9 and what comes after the 5 are read by none.
+    assert row.ids_D.tolist() == [1, 2, 5, 7]
+    assert row.predict_N.tolist() == [1, 3, 1, 3, 1, 2]
 
 
 def test_a_row_of_another_length_is_refused() -> None:
@@ -150,7 +164,7 @@ def test_learning_is_the_same_from_fewer_tokens(layout: dict[str, Any], world: i
     plain = Job(world, learn, layout, False).wait(200.0)
     shared = Job(world, learn, layout, True).wait(200.0)
     for one, other in zip(plain, shared, strict=True):
-        assert other["stored"] < 0.75 * one["stored"]
+        assert other["stored"] < 0.6 * one["stored"]
         np.testing.assert_allclose(other["logprobs"], one["logprobs"], atol=2e-6)
         np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
         np.testing.assert_allclose(other["grad_norm"], one["grad_norm"], rtol=1e-4)

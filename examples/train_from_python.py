@@ -32,7 +32,7 @@ def main() -> int:
         return code  # stopped by a signal, after saving
 
     print(report.results_table([RUN_DIR]))
-    for path in report.write_report([RUN_DIR], RUN_DIR):
+    for path in report.write_report([RUN_DIR], None):
         print(path)
     rows = [json.loads(line) for line in (RUN_DIR / "metrics.jsonl").read_text().splitlines()]
     gap = [row["critic/lead/gap"] for row in rows if "critic/lead/gap" in row]

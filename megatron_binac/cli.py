@@ -115,6 +115,7 @@ def _train(args: argparse.Namespace) -> int:
     world = asked or config.default_ranks
     config.check_world(world)
     _check_tracking(config)
+    _check_task(config)
 
     ranks_exist = "RANK" in os.environ
     first_rank = int(os.environ.get("RANK", "0")) == 0
@@ -399,6 +400,26 @@ def _check_tracking(config: Config) -> None:
         )
 
 
+def _check_task(config: Config) -> None:
+    """ValueError for what a task cannot be built or started with, before a folder is made."""
+    from megatron_binac.tasks import check_task, task_class
+
+    name, options = config.task.name, config.task.options
+    try:
+        check_task(name, options)
+    except ValueError as error:
+        hint = "; a recipe's options are those of its own task: --set 'task.options={}' drops them"
+        raise ValueError(f"{error}{hint if options else ''}") from error
+    warm = [role for role in ("actor", "critic") if getattr(config.warm_start, role).steps]
+    made = task_class(name)
+    if warm and made is not None and not hasattr(made, "supervised"):
+        mend = " ".join(f"--set warm_start.{role}.steps=0" for role in warm)
+        raise ValueError(
+            f"{config.recipe} warm-starts the {' and the '.join(warm)}, but task {name} offers no "
+            f"supervised examples; {mend}"
+        )
+
+
 def _warm_start(args: argparse.Namespace) -> int:
     from megatron_binac import ranks, run_folder
 
@@ -409,6 +430,7 @@ def _warm_start(args: argparse.Namespace) -> int:
     config.check_world(world)
     if not getattr(config.warm_start, args.role).steps:
         raise ValueError(f"{config.recipe} has no warm start of the {args.role}; leave it out")
+    _check_task(config)
     ranks_exist = "RANK" in os.environ
     first_rank = int(os.environ.get("RANK", "0")) == 0
     run_folder.claim(run_dir, config, fresh=False, first_rank=first_rank)
@@ -438,7 +460,7 @@ def _report(args: argparse.Namespace) -> int:
     parents = {run_dir.resolve().parent for run_dir in args.run_dirs}
     if args.out is None and len(parents) > 1:
         raise ValueError("the runs lie in several folders; pass --out DIR for what compares them")
-    out = args.out or args.run_dirs[0].parent
+    out = args.out or (args.run_dirs[0].parent if len(args.run_dirs) > 1 else None)
     split = {run_dir: found for run_dir in args.run_dirs if (found := _splitter(run_dir))}
     for path in report.write_report(args.run_dirs, out, split):
         print(path)
@@ -614,7 +636,10 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _command(commands, "report", _report, "results table, curves and an HTML page")
     report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    text = "where the comparison of several runs goes (default: the folder that holds them)"
+    text = (
+        "where tables, curves and page of all runs together go (default for several: the folder "
+        "that holds them)"
+    )
     report.add_argument("--out", type=Path, metavar="DIR", help=text)
 
     compare = _command(commands, "compare", _compare, "runs at equal cost, with seeds pooled")

@@ -157,11 +157,11 @@ def _at(run: RunData, axis: str, limit: float) -> str:
 
 
 def write_report(
-    run_dirs: list[Path], out: Path, split: Mapping[Path, Split] | None = None
+    run_dirs: list[Path], out: Path | None, split: Mapping[Path, Split] | None = None
 ) -> list[Path]:
-    """Write curves.png and report.html into each run folder, and for several runs a comparison.
+    """Write curves.png and report.html into each run folder, and of all together into `out`.
 
-    The comparison (curves.png, results.md, report.html) goes to `out`. `split` knows the tokens of
+    `out` also gets the tables (results.md); None leaves it out. `split` knows the tokens of
     a run's turns, where its tokenizer is there. Returns the paths that were written.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
@@ -172,7 +172,7 @@ def write_report(
         paths += [run.run_dir / "curves.png", run.run_dir / "report.html"]
         paths[-2].write_bytes(curves)
         paths[-1].write_text(page([run], _names([run]), split), encoding="utf-8")
-    if len(runs) > 1:
+    if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         paths += [out / "curves.png", out / "results.md", out / "report.html"]
         paths[-3].write_bytes(_curves(runs))

@@ -193,18 +193,30 @@ def test_folder_of_another_run_is_left_alone(
 def test_a_start_that_failed_or_was_killed_leaves_its_folder_free(
     calls: list[tuple], tmp_path: Path
 ) -> None:
-    """Wrong options come to light after the folder was made: mended, the same line must work."""
-    assert cli.main(["train", "toy", "--set", "task.name=chksum", "--run-dir", "a"]) == 0
+    """What a task makes of its options comes to light after the folder was made: mended, the same
+    line must work."""
+    odd = ["--set", 'task.options={"easy_share": 7}']
+    assert cli.main(["train", "toy", *odd, "--run-dir", "a"]) == 0
     Path("a/tokenizer").mkdir()
     Path("a/tokenizer/tokenizer.model").write_text("of another task")
     assert cli.main(["train", "toy", "--run-dir", "a"]) == 0
     assert not Path("a/tokenizer").exists()
-    assert configs.from_json((tmp_path / "a" / "config.json").read_text()).task.name == "checksum"
+    assert configs.from_json((tmp_path / "a" / "config.json").read_text()).task.options == {}
     assert [call[3] for call in calls] == [False, False]
     Path("b").mkdir()
     Path("b/config.json.4711").write_text('{"recipe": "to')
     assert cli.main(["train", "toy", "--run-dir", "b"]) == 0
     assert sorted(path.name for path in Path("b").iterdir()) == [".lock", "config.json"]
+
+
+def test_a_task_that_is_not_there_makes_no_folder(
+    calls: list[tuple], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "toy", "--set", "task.name=chksum", "--run-dir", "a"]) == 2
+    assert "did you mean 'checksum'" in capsys.readouterr().err
+    assert cli.main(["train", "toy", "--set", 'task.options={"share": 7}', "--run-dir", "a"]) == 2
+    assert "has no option 'share'; did you mean 'easy_share'" in capsys.readouterr().err
+    assert (contents(tmp_path), calls) == ({}, [])
 
 
 def test_folder_with_other_files_is_left_alone(

@@ -120,7 +120,7 @@ def test_runs_without_feedback_have_dashes(tmp_path: Path) -> None:
     rows = [{k: v for k, v in row.items() if "acc_t2" not in k} for row in rows]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cells(report.results_table([run_dir]), "grpo")[0][2:] == ["- -> -", "-", "-", "-"]
-    for path in report.write_report([run_dir], tmp_path):
+    for path in report.write_report([run_dir], None):
         assert path.stat().st_size > 1000
 
 
@@ -153,7 +153,7 @@ def test_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) -> N
         ],
     }
     run_dir = write_run(tmp_path / "a", trees=[tree, ["another <kind>"]])
-    curves, page = report.write_report([run_dir], tmp_path)
+    curves, page = report.write_report([run_dir], None)
     assert curves == run_dir / "curves.png"
     assert curves.read_bytes().startswith(PNG)
     text = page.read_text(encoding="utf-8")
@@ -182,6 +182,10 @@ def test_comparison_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     lone = write_run(tmp_path / "elsewhere" / "c", recipe="c")
     assert cli.main(["report", str(dirs[0]), str(lone)]) == 2
     assert "pass --out" in capsys.readouterr().err
+    assert cli.main(["report", str(lone), "--out", str(tmp_path / "alone")]) == 0
+    assert {p.name for p in (tmp_path / "alone").iterdir()} == {
+        "curves.png", "results.md", "report.html",
+    }  # fmt: skip
 
 
 def test_a_running_run_can_be_read(tmp_path: Path) -> None:

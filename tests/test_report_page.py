@@ -85,7 +85,7 @@ def test_bars_share_one_scale() -> None:
 
 def test_tokens_have_the_colour_of_their_advantage(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "a", trees=[tree()])
-    text = report.write_report([run_dir], tmp_path)[1].read_text()
+    text = report.write_report([run_dir], None)[1].read_text()
     # The largest credit is 0.5: full strength, 0.62 of the way to the colour's own green and red.
     assert '<span class=tok style="background:#61c3a8">4</span>' in text
     assert '<span class=tok style="background:#e59b61">5</span>' in text
@@ -97,14 +97,14 @@ def test_tokens_are_those_of_the_tokenizer_with_their_own_credit(tmp_path: Path)
     own = {"ids": [1, 2, 3], "token_advantages": [1.0, 0.0, -1.0], "text": "ab"}
     run_dir = write_run(tmp_path / "a", trees=[tree(**own)])
     split = {run_dir: lambda turn: list(turn["text"]) if "ids" in turn else [turn["text"]]}
-    text = report.write_report([run_dir], tmp_path, split)[1].read_text()
+    text = report.write_report([run_dir], None, split)[1].read_text()
     # Scale 0.5: an advantage of 1 is cut at full strength; the end token has no text and is left.
     assert '<span class=tok style="background:#61c3a8">a</span><span class=tok>b</span>' in text
 
 
 def test_the_tree_with_most_credits_is_unfolded(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "a", trees=[tree(), tree(advantage=-0.25)])
-    text = report.write_report([run_dir], tmp_path)[1].read_text()
+    text = report.write_report([run_dir], None)[1].read_text()
     opened = re.findall(r'<details class="tree"( open)?>', text)
     assert opened == [" open", ""]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
@@ -42,22 +42,28 @@ def build_task(name: str, **options: Any) -> Task:
     """Make a task; ValueError, with the closest name, for a task or an option it does not know, and
     for an option that it cannot do without."""
     check_task(name, options)
+    return _builder(name)(**options)
+
+
+def check_task(name: str, options: Mapping[str, Any]) -> None:
+    """ValueError, with the closest name, for a task or an option that is not there, and for one
+    that is missing."""
     builder = _builder(name)
+    names = _option_names(builder)
+    for option in options:
+        if names is not None and option not in names:
+            raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
     try:
         inspect.signature(builder).bind(**options)
     except TypeError as error:
         raise ValueError(
             f"task {name}: {error}; give it in task.options of a config, or as --set OPTION=VALUE"
         ) from error
-    return builder(**options)
 
 
-def check_task(name: str, options: Iterable[str]) -> None:
-    """ValueError, with the closest name, for a task or an option that is not there."""
-    names = _option_names(_builder(name))
-    for option in options:
-        if names is not None and option not in names:
-            raise ValueError(f"task {name} has no option {option!r}; {_closest(option, names)}")
+def task_class(name: str) -> type | None:
+    """What a task is an instance of; None where its builder does not say."""
+    return _class_made(_builder(name))
 
 
 def task_options(name: str) -> list[str] | None:
@@ -75,11 +81,16 @@ def _option_names(builder: Any) -> list[str] | None:
     names = [p.name for p in found if p.kind is not p.VAR_KEYWORD]
     if len(names) == len(found):
         return names
-    made = None if inspect.isclass(builder) else get_type_hints(builder).get("return")
-    if not inspect.isclass(made):
+    made = None if inspect.isclass(builder) else _class_made(builder)
+    if made is None:
         return None
     passed = inspect.signature(made).parameters.values()
     return [*names, *(p.name for p in passed if p.kind is p.KEYWORD_ONLY and p.name not in names)]
+
+
+def _class_made(builder: Any) -> type | None:
+    made = builder if inspect.isclass(builder) else get_type_hints(builder).get("return")
+    return made if inspect.isclass(made) else None
 
 
 def _builder(name: str) -> Any:

@@ -228,7 +228,8 @@ def build_gsm8k(
     **options: Any,
 ) -> MathTask:
     """GSM8K in its own two splits."""
-    return MathTask("gsm8k", train_data=train_data, eval_data=eval_data, numeric=True, **options)
+    options = {"numeric": True, **options}
+    return MathTask("gsm8k", train_data=train_data, eval_data=eval_data, **options)
 
 
 def build_aime(

@@ -59,6 +59,16 @@ def test_the_task_of_the_readme_is_graded_by_the_command_line(
         ("doubling/eval/3", 1.0), ("doubling/train/0", 0.0), ("doubling/train/0", 1.0),
     ]  # fmt: skip
     assert summary["accuracy"] == pytest.approx(2 / 3)
+    run = ["train", "quickstart", "--run-dir", str(tmp_path / "run"), "--set"]
+    assert cli.main([*run, "task.name=doubling"]) == 2
+    assert "has no option 'easy_share'; " in (said := capsys.readouterr().err)
+    assert "--set 'task.options={}' drops them" in said
+    assert cli.main([*run, "task.name=doubling", "--set", "task.options={}"]) == 2
+    assert (
+        "quickstart warm-starts the actor and the critic, but task doubling offers no supervised "
+        "examples; --set warm_start.actor.steps=0 --set warm_start.critic.steps=0"
+    ) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
     assert task.verdict("2 * 2 is no 3") is False
     assert task.leaks(task.prompt("eval", 3), "7", "it is 30")
 

@@ -48,7 +48,8 @@ template <typename T>
           ((array.flags() & py::array::c_style) ? "" : ", strided");
   }
   throw std::invalid_argument(name + ": expected a contiguous vector of " + type_name<T>() +
-                              ", got " + got);
+                              ", got " + got + "; np.ascontiguousarray(..., dtype='" +
+                              type_name<T>() + "') makes one");
 }
 
 // The array behind `value`, never a converted copy of it.

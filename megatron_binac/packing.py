@@ -86,10 +86,9 @@ def _integer(name: str, value: int, low: int, high: int) -> int:
 def _vector(name: str, value: Any, dtypes: Sequence[type], size: int | None = None) -> np.ndarray:
     """`value` as a contiguous vector of one of `dtypes`; a list is converted to the first."""
     if not isinstance(value, np.ndarray):
-        as_array = np.asarray(value)
-        if as_array.size == 0 or np.can_cast(as_array.dtype, dtypes[0], casting="same_kind"):
-            as_array = as_array.astype(dtypes[0])
-        value = as_array
+        value = np.asarray(value)
+        if value.size == 0 or _holds(dtypes[0], value):
+            value = value.astype(dtypes[0])
     wanted = " or ".join(np.dtype(d).name for d in dtypes)
     if value.dtype not in [np.dtype(d) for d in dtypes]:
         raise ValueError(
@@ -105,6 +104,14 @@ def _vector(name: str, value: Any, dtypes: Sequence[type], size: int | None = No
     if size is not None and len(value) != size:
         raise ValueError(f"{name}: got {len(value)} values, expected {size}, one for each sequence")
     return value
+
+
+def _holds(dtype: type, values: np.ndarray) -> bool:
+    """Whether numbers of a list keep what they are in this dtype."""
+    if np.issubdtype(dtype, np.integer):
+        unsigned = values.dtype.kind == "u" and values.max() <= np.iinfo(dtype).max
+        return values.dtype.kind == "i" or bool(unsigned)
+    return np.can_cast(values.dtype, dtype, casting="same_kind")
 
 
 # ---- what goes in ----------------------------------------------------------
@@ -656,7 +663,8 @@ def gather(
 
     Args:
         ids: int32 rows, all sequences; only those in `indices` are read.
-        indices: int32 [s], e.g. one of `Plan.microbatches`. Empty: a dummy of padding only.
+        indices: int32 [s], e.g. one of `Plan.microbatches`, each once. Empty: a dummy of padding
+            only.
         prompts: int32 rows that precede `ids`; their tokens are seen, not trained on.
         loss_mask: bool rows as long as `ids`. None: every id is trained on. The first token of a
             sequence never is.
@@ -674,6 +682,11 @@ def gather(
     num = len(ids)
     if len(indices_s) and (int(indices_s.min()) < 0 or int(indices_s.max()) >= num):
         raise ValueError(f"indices: expected values in [0, {num - 1}], the rows of ids")
+    seen = np.zeros(num, dtype=bool)
+    seen[indices_s] = True
+    if np.count_nonzero(seen) < len(indices_s):
+        double = int(np.bincount(indices_s).argmax())
+        raise ValueError(f"indices: sequence {double} is there twice, expected each once")
     named: dict[str, Any] = dict(fields or {})
     for name, rows in [("prompts", prompts), ("loss_mask", loss_mask), *named.items()]:
         if rows is not None and len(rows) != num:
@@ -700,14 +713,8 @@ def gather(
     starts = np.zeros(len(kept) + 1, dtype=np.int64)
     np.cumsum(padded, out=starts[1:])
 
-    buffers = {
-        "tokens": empty(total, np.int64),
-        "labels": empty(total, np.int64),
-        "position_ids": empty(total, np.int64),
-        "loss_mask": empty(total, np.bool_),
-        "sample_ids": empty(total, np.int32),
-    }
-    fields_T = {name: empty(total, np.float32) for name in named}
+    buffers = {name: _buffer(empty, name, total, dtype) for name, dtype in _BUFFERS.items()}
+    fields_T = {name: _buffer(empty, name, total, np.float32) for name in named}
     if len(kept) == 0:
         # One sequence of padding, so that attention over it is defined.
         kept = np.array([total], dtype=np.int64)
@@ -744,6 +751,27 @@ def gather(
         own_starts=own_starts,
         own_lengths=own_lengths,
     )
+
+
+_BUFFERS: dict[str, type] = {
+    "tokens": np.int64,
+    "labels": np.int64,
+    "position_ids": np.int64,
+    "loss_mask": np.bool_,
+    "sample_ids": np.int32,
+}
+
+
+def _buffer(empty: Callable[[int, Any], np.ndarray], name: str, size: int, dtype: Any) -> Any:
+    made = empty(size, dtype)
+    good = isinstance(made, np.ndarray) and made.shape == (size,) and made.dtype == dtype
+    if not good or not made.flags.c_contiguous or not made.flags.writeable:
+        got = f"{made.dtype} {made.shape}" if isinstance(made, np.ndarray) else type(made).__name__
+        raise ValueError(
+            f"empty: made {got} for {name}, expected a writeable contiguous {np.dtype(dtype).name} "
+            f"({size},)"
+        )
+    return made
 
 
 def _row_lengths(rows: Rows, indices_s: np.ndarray) -> np.ndarray:
@@ -792,7 +820,10 @@ def scatter(
         if len(indices_s) == 0:
             continue
         if int(indices_s.max()) >= len(lengths_S):
-            raise ValueError(f"lengths: got {len(lengths_S)}, but packs hold {indices_s.max()}")
+            raise ValueError(
+                f"lengths: got {len(lengths_S)} values, one for each sequence, but packs hold "
+                f"sequence {indices_s.max()}"
+            )
         if (packed.own_lengths > lengths_S[indices_s]).any():
             at = indices_s[int((packed.own_lengths > lengths_S[indices_s]).argmax())]
             raise ValueError(f"lengths: sequence {at} has more ids in packs than {lengths_S[at]}")

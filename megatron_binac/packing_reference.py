@@ -441,7 +441,8 @@ def check_row(
     if not isinstance(row, np.ndarray) or row.dtype != dtype or row.ndim != 1:
         got = f"{row.dtype} {row.shape}" if isinstance(row, np.ndarray) else type(row).__name__
         raise ValueError(
-            f"{name}: row {index} is {got}, expected a vector of {np.dtype(dtype).name}"
+            f"{name}: row {index} is {got}, expected a vector of {np.dtype(dtype).name}; "
+            f"np.ascontiguousarray(..., dtype='{np.dtype(dtype).name}') makes one"
         )
     if not row.flags.c_contiguous:
         raise ValueError(f"{name}: row {index} is strided, expected a contiguous vector")

@@ -214,7 +214,8 @@ def test_a_task_that_is_not_there_makes_no_folder(
 ) -> None:
     assert cli.main(["train", "toy", "--set", "task.name=chksum", "--run-dir", "a"]) == 2
     assert "did you mean 'checksum'" in capsys.readouterr().err
-    assert cli.main(["train", "toy", "--set", 'task.options={"easyshare": 7}', "--run-dir", "a"]) == 2
+    odd = ["--set", 'task.options={"easyshare": 7}']
+    assert cli.main(["train", "toy", *odd, "--run-dir", "a"]) == 2
     assert "has no option 'easyshare'; did you mean 'easy_share'" in capsys.readouterr().err
     assert (contents(tmp_path), calls) == ({}, [])
 

@@ -477,6 +477,8 @@ def bad_plans() -> Iterator[tuple[str, dict]]:
             "groups": [5, 5],
         },
     )
+    yield "lengths: got dtype bool", {**good, "lengths": [True, True]}
+    yield "lengths: got dtype uint64", {**good, "lengths": [2**63]}
     yield "oversize: got 'drop'", {**good, "oversize": "drop"}
 
 
@@ -505,6 +507,14 @@ def bad_gathers() -> Iterator[tuple[str, dict]]:
     yield "old: got dtype float64", {**good, "fields": {"old": np.ones(2)}}
     yield "lengths: got 1 values", {**good, "lengths": np.array([2])}
     yield "num_threads: got -1", {**good, "num_threads": -1}
+    yield "indices: sequence 1 is there twice", {**good, "indices": np.array([0, 1, 1], np.int32)}
+    for name, odd in {
+        "int64 (4,)": lambda size, dtype: np.empty(size + 1, dtype),
+        "float64 (3,)": lambda size, dtype: np.empty(size),
+        "int64 (3,)": lambda size, dtype: np.empty(2 * size, dtype)[::2],
+        "list": lambda size, dtype: [0] * size,
+    }.items():
+        yield f"empty: made {name} for tokens, expected a writeable", {**good, "empty": odd}
     yield (
         "indices: these sequences have 3 tokens",
         {
@@ -529,7 +539,7 @@ def test_wrong_scatter_input_names_the_argument(twin: str) -> None:
         ("values: got 0, expected 1", ([], [packed], lengths)),
         (r"values\[0\]: got 2 tokens, expected 3", ([values[:2]], [packed], lengths)),
         ("lengths: sequence 0 has more ids", ([values], [packed], np.array([1, 1]))),
-        ("lengths: got 1, but packs hold 1", ([values], [packed], np.array([2]))),
+        ("lengths: got 1 values, .* packs hold sequence 1", ([values], [packed], np.array([2]))),
         ("packs: micro-batch 1 holds a sequence", ([values] * 2, [packed] * 2, lengths)),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -238,10 +238,10 @@ def gae(
     return [T] (advantage plus value), both 0 where masked. A masked token (prompt, feedback, pad)
     is no time step: the next trained token follows directly, with no discount for the gap, and a
     reward or value that lies on it is not read. After the last trained token the value is 0.
-    Raises: ValueError on lengths that do not fit.
+    Raises: ValueError on lengths that do not fit, on gamma or lam outside of 0 to 1.
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    check_gae(reward_T, value_T, cu_seqlens, mask)
+    check_gae(reward_T, value_T, cu_seqlens, mask, gamma, lam)
     num_tokens = reward_T.numel()
     at_U = torch.nonzero(mask, as_tuple=True)[0]  # trained tokens only, U of them
     advantage_T = torch.zeros(num_tokens, dtype=torch.float64, device=reward_T.device)

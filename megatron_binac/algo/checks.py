@@ -53,6 +53,20 @@ def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
         )
 
 
+def check_spread(value_S: Tensor, cu_seqlens: Tensor, mask_T: Tensor) -> None:
+    """Raise ValueError for arguments of `spread_to_tokens` that do not fit together."""
+    check_kinds("bool", mask=mask_T)
+    check_kinds("float", value=value_S)
+    if mask_T.dim() != 1:
+        raise ValueError(f"mask has the shape {tuple(mask_T.shape)}, expected a flat [T]")
+    check_borders(cu_seqlens, mask_T.numel())
+    if value_S.shape != (cu_seqlens.numel() - 1,):
+        raise ValueError(
+            f"value has the shape {tuple(value_S.shape)}, expected [{cu_seqlens.numel() - 1}], one "
+            "for each sequence of cu_seqlens"
+        )
+
+
 def check_group(reward_N: Tensor, group_N: Tensor, valid_N: Tensor) -> None:
     """Raise ValueError for rewards, groups and validity that do not fit together."""
     if reward_N.dim() != 1 or not reward_N.shape == group_N.shape == valid_N.shape:
@@ -65,8 +79,17 @@ def check_group(reward_N: Tensor, group_N: Tensor, valid_N: Tensor) -> None:
     check_kinds("integer", group=group_N)
 
 
-def check_gae(reward_T: Tensor, value_T: Tensor, cu_seqlens: Tensor, mask_T: Tensor) -> None:
+def check_gae(
+    reward_T: Tensor,
+    value_T: Tensor,
+    cu_seqlens: Tensor,
+    mask_T: Tensor,
+    gamma: float,
+    lam: float,
+) -> None:
     """Raise ValueError for arguments of `gae` that do not fit together."""
+    if not 0.0 <= gamma <= 1.0 or not 0.0 <= lam <= 1.0:
+        raise ValueError(f"got gamma {gamma}, lam {lam}; expected both from 0 to 1")
     check_kinds("float", reward=reward_T, value=value_T)
     check_kinds("bool", mask=mask_T)
     if reward_T.dim() != 1 or not reward_T.shape == value_T.shape == mask_T.shape:

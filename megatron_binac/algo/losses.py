@@ -10,6 +10,7 @@ how they reduce, see `merge_stats` and `finalize_stats`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_binac.algo.checks import check_borders
+from megatron_binac.algo.checks import check_borders, check_kinds
 
 KlEstimator = Literal["k1", "k2", "k3", "k1_score"]
 
@@ -52,12 +53,14 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         if self.ratio not in ("token", "sequence", "none"):
             raise ValueError(f"got ratio {self.ratio!r}; expected 'token', 'sequence' or 'none'")
-        if not 0.0 < self.clip_low < 1.0 or not self.clip_high > 0.0:
+        if not 0.0 < self.clip_low < 1.0 or not 0.0 < self.clip_high < math.inf:
             raise ValueError(
                 f"got clip_low {self.clip_low}, clip_high {self.clip_high}; expected 0 < clip_low "
                 "< 1 and clip_high > 0: set ratio='none' for no clipping at all"
             )
-        if self.dual_clip is not None and (self.dual_clip <= 1.0 or self.ratio == "none"):
+        if self.dual_clip is not None and (
+            not 1.0 < self.dual_clip < math.inf or self.ratio == "none"
+        ):
             raise ValueError(
                 f"got dual_clip {self.dual_clip} with ratio {self.ratio!r}; expected a number "
                 "above 1 together with a ratio: set dual_clip=None"
@@ -67,12 +70,12 @@ class PolicyLossConfig:
                 f"got kl_estimator {self.kl_estimator!r}; expected 'k3', 'k2' or 'k1_score' (the "
                 "gradient of k1 itself is 0 in expectation: it measures and does not hold)"
             )
-        if self.kl_coef < 0.0 or self.entropy_coef < 0.0:
+        if not 0.0 <= self.kl_coef < math.inf or not 0.0 <= self.entropy_coef < math.inf:
             raise ValueError(
-                f"got kl_coef {self.kl_coef}, entropy_coef {self.entropy_coef}; expected neither "
-                "below 0: the signs are in the loss already"
+                f"got kl_coef {self.kl_coef}, entropy_coef {self.entropy_coef}; expected finite "
+                "numbers, neither below 0: the signs are in the loss already"
             )
-        if self.engine_is_cap is not None and self.engine_is_cap <= 0.0:
+        if self.engine_is_cap is not None and not 0.0 < self.engine_is_cap < math.inf:
             raise ValueError(
                 f"got engine_is_cap {self.engine_is_cap}; expected a number above 0, or None"
             )
@@ -353,6 +356,7 @@ def _same_shape(**tensors: Tensor | None) -> None:
     mask = tensors["mask"]
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"got a mask of {mask.dtype}; expected torch.bool: use mask.bool()")
+    check_kinds("float", **{n: x for n, x in tensors.items() if n != "mask" and x is not None})
 
 
 def _refuse_idle_settings(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_binac.algo import advantages, losses
-from megatron_binac.algo.checks import check_gae, check_group, check_kinds
+from megatron_binac.algo.checks import check_gae, check_group, check_kinds, check_spread
 from megatron_binac.algo.losses import PolicyLossConfig
 from megatron_binac.kernels import credit, reference, topk, vocab_parallel
 from megatron_binac.kernels.credit import CreditWeights, TreeCredit, TreeRewards
@@ -360,7 +360,12 @@ def tree_credit(trees: TreeRewards, weights: CreditWeights) -> TreeCredit:
 
 def spread_to_tokens(value_S: Tensor, cu_seqlens: Tensor, mask_T: Tensor) -> Tensor:
     """Each sequence's value [S] on its masked-in tokens, 0 elsewhere, [T]; no wait for the
-    borders."""
+    borders.
+
+    Raises ValueError for shapes or dtypes that do not fit, and on the CPU for borders that do not
+    rise from 0 to T.
+    """
+    check_spread(value_S, cu_seqlens, mask_T)
     if not _uses_triton(value_S):
         return credit.spread_to_tokens(value_S, cu_seqlens, mask_T)
     from megatron_binac.kernels import triton_segment
@@ -379,11 +384,11 @@ def gae(
     """``algo.advantages.gae`` as one reverse scan a sequence: (advantage [T], return [T]).
 
     Raises ValueError for shapes or dtypes that do not fit, and on the CPU for borders that do not
-    rise from 0 to T.
+    rise from 0 to T, or for gamma or lam outside of 0 to 1.
     """
     if not _uses_triton(reward_T):
         return advantages.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)
-    check_gae(reward_T, value_T, cu_seqlens, mask)
+    check_gae(reward_T, value_T, cu_seqlens, mask, gamma, lam)
     from megatron_binac.kernels import triton_segment
 
     return triton_segment.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask)

@@ -8,6 +8,7 @@ import torch
 from megatron_binac import kernels
 from megatron_binac.algo.advantages import gae, mean_centered
 from megatron_binac.algo.checks import check_borders, check_kinds
+from megatron_binac.algo.losses import PolicyLossConfig, policy_loss
 
 
 def test_kinds_say_what_to_pass() -> None:
@@ -69,3 +70,46 @@ def test_a_top_k_above_the_vocabulary_is_all_of_it() -> None:
 def test_the_plain_functions_refuse_integers_as_the_kernels_do() -> None:
     with pytest.raises(ValueError, match=r"reward is torch\.int64"):
         mean_centered(torch.tensor([1, 0, 1]), torch.zeros(3).long(), torch.ones(3).bool())
+
+
+@pytest.mark.parametrize("scan", [gae, kernels.gae])
+@pytest.mark.parametrize(("gamma", "lam"), [(float("nan"), 1.0), (1.0, 2.0), (-0.1, 1.0)])
+def test_a_scan_has_its_factors_in_range(scan: object, gamma: float, lam: float) -> None:
+    ones = torch.ones(5)
+    with pytest.raises(ValueError, match=r"got gamma .*; expected both from 0 to 1"):
+        scan(ones, ones, torch.tensor([0, 5]), gamma, lam, ones.bool())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("value", "borders", "words"),
+    [
+        ([1.0, 2.0], [0, 2, 4], "from 0 to 4; expected 0 to 5"),
+        ([1.0, 2.0], [0, 6, 5], "falls from 6 to 5"),
+        ([1.0], [0, 2, 5], r"value has the shape \(1,\), expected \[2\]"),
+        ([1, 2], [0, 2, 5], r"value is torch\.int64, expected float"),
+    ],
+)
+def test_what_is_spread_fits_its_borders(
+    monkeypatch: pytest.MonkeyPatch, backend: str, value: list, borders: list[int], words: str
+) -> None:
+    monkeypatch.setattr(kernels, "_uses_triton", lambda tensor: backend == "triton")
+    with pytest.raises(ValueError, match=words):
+        kernels.spread_to_tokens(
+            torch.tensor(value), torch.tensor(borders), torch.ones(5, dtype=torch.bool)
+        )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "engine_is_cap"]
+)
+def test_a_coefficient_is_finite(name: str, number: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        PolicyLossConfig(**{name: number})
+
+
+def test_log_probs_are_no_integers() -> None:
+    zeros, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"advantage is torch\.int64, expected float"):
+        policy_loss(zeros, zeros, torch.ones(3).long(), mask, PolicyLossConfig(kl_coef=0.0))

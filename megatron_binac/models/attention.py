@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
@@ -76,6 +77,8 @@ class PackedParams(PackedSeqParams):
     """int64 [T]: cache row of each token."""
     decode: bool = False
     """One new token per cache row: attend to the cache instead of the row itself."""
+    turns: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [T, 1, D] for `Turn`, where core attention applies them."""
     buckets: list[tuple[Tensor, Tensor]] | None = None
     """Made once per row, shared by all layers: gather indices [S, L] and, to scatter back, [n]."""
 
@@ -119,25 +122,55 @@ def _buckets(bounds: list[int], device: torch.device) -> list[tuple[Tensor, Tens
 
 
 class RotaryByPosition(torch.nn.Module):
-    """Rotary frequencies of the positions that the packed row names; takes the place of
+    """Rotary embeddings of the positions that the packed row names; takes the place of
     Megatron-Core's module.
 
-    `inner` is Megatron-Core's `RotaryEmbedding`, which knows the base and the scaling.
+    `inner` is Megatron-Core's `RotaryEmbedding`, which knows the base and the scaling. `in_core`:
+    core attention is ours and turns queries and keys itself, by cosines and sines that are looked
+    up once for all layers; else Megatron-Core does, which computes them anew in each layer.
     """
 
-    def __init__(self, inner: torch.nn.Module, max_positions: int) -> None:
+    def __init__(
+        self, inner: torch.nn.Module, max_positions: int, dtype: torch.dtype, *, in_core: bool
+    ) -> None:
         super().__init__()
+        self.in_core = in_core
         self.table = inner.get_emb(max_positions)  # [max_positions, 1, 1, D]
+        half = self.table.squeeze(1).chunk(2, dim=-1)[0]
+        self.cos = self.table.squeeze(1).cos().to(dtype)
+        self.sin = torch.cat([-half.sin(), half.sin()], dim=-1).to(dtype)
         self._positions: Tensor | None = None
 
     def get_rotary_seq_len(
         self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None
     ) -> int:
         self._positions = packed.positions_T
+        if self.in_core:
+            packed.turns = self.cos[packed.positions_T], self.sin[packed.positions_T]
         return packed.max_seqlen_q
 
-    def forward(self, seq_len: int, **kwargs: Any) -> Tensor:
-        return self.table[self._positions]
+    def forward(self, seq_len: int, **kwargs: Any) -> Tensor | None:
+        return None if self.in_core else self.table[self._positions]
+
+
+class Turn(torch.autograd.Function):
+    """Rotary embedding: vectors [T, heads, D] turned by angles whose cosines [T, 1, D] and sines
+    [T, 1, D], the first half of them negated, are given."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turn(vectors, cos_T1D, sin_T1D, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(gradient, *ctx.saved_tensors, -1.0), None, None
+
+
+def _turn(vectors: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, direction: float) -> Tensor:
+    swapped = vectors.roll(vectors.shape[-1] // 2, dims=-1)
+    return (vectors * cos_T1D).addcmul_(swapped, sin_T1D, value=direction)
 
 
 class PackedAttention(MegatronModule):
@@ -174,13 +207,15 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query [T, N, D], key and value [T, K, D] -> [T, N * D]; rotary embeddings are already
-        in."""
+        """query [T, N, D], key and value [T, K, D] -> [T, N * D]; rotary embeddings are already in
+        where `packed_seq_params.turns` is None."""
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError(
                 f"packed attention got {type(packed_seq_params).__name__}, expected PackedParams"
             )
         packed = packed_seq_params
+        if packed.turns is not None:
+            query, key = Turn.apply(query, *packed.turns), Turn.apply(key, *packed.turns)
         if isinstance(packed.prefix, PrefixBatches):
             return packed.prefix.attend(query, key, value, self.scale)
         if packed.prefix is not None:

@@ -77,7 +77,10 @@ def build_model(role: RoleConfig, groups: Groups, vocab_size: int, seed: int) ->
             if first and role.model.scale_embedding:
                 model.embedding.register_forward_hook(_scale_output)
             model.rotary_pos_emb = RotaryByPosition(
-                model.rotary_pos_emb, role.model.max_sequence_length
+                model.rotary_pos_emb,
+                role.model.max_sequence_length,
+                config.params_dtype,
+                in_core=layers == "local",
             )
             model.to(cpu.device())
             initialize(model, role.model, groups, seed)

@@ -103,6 +103,14 @@ def region() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaToCpu()
 
 
+def outside_region() -> contextlib.AbstractContextManager[Any]:
+    """Suspends `region()` while entered, for what asks for no "cuda" and calls many small
+    operators: each of them would pass through Python."""
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch._C.DisableTorchFunction()
+
+
 def enable() -> None:
     """Make this process able to run Megatron-Core on the CPU; nothing where CUDA exists.
     Idempotent."""

@@ -184,7 +184,7 @@ class Scorer:
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
         )
         if batch.shared is not None:
-            states_NH = hidden.squeeze(1)[batch.shared.predict_N]
+            states_NH = hidden.squeeze(1).index_select(0, batch.shared.predict_N)
             logprob_N, entropy_N = score(states_NH, weight, batch.ids_T[batch.mask_T])
             return batch.spread(logprob_N), None if entropy_N is None else batch.spread(entropy_N)
         logprob_T, entropy_T = score(
@@ -209,7 +209,7 @@ class Scorer:
                 hidden, group=self.groups.collection.tp
             )
         if batch.shared is not None:
-            return hidden.squeeze(1)[batch.shared.predict_N]
+            return hidden.squeeze(1).index_select(0, batch.shared.predict_N)
         return hidden.squeeze(1)[batch.mask_T.roll(-1)]
 
     def target_logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
@@ -274,15 +274,17 @@ def run_schedule(
         else:
             ids, positions = shared.ids_D, shared.positions_D
             packed = PackedParams.of(positions, [], prefix=shared.batches)
-        hidden = chunk(ids[None], positions[None], None, packed_seq_params=packed)
+        with cpu.outside_region():
+            hidden = chunk(ids[None], positions[None], None, packed_seq_params=packed)
 
         def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-            if non_loss_data:
-                assert score_function is not None
-                return score_function(output, batch)
-            assert loss_function is not None
-            loss, stats = loss_function(output, batch, number)
-            return loss, batch.mask_T.sum().to(torch.int), stats
+            with cpu.outside_region():
+                if non_loss_data:
+                    assert score_function is not None
+                    return score_function(output, batch)
+                assert loss_function is not None
+                loss, stats = loss_function(output, batch, number)
+                return loss, batch.mask_T.sum().to(torch.int), stats
 
         return hidden, finish
 

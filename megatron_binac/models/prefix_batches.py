@@ -1,17 +1,20 @@
 """The prefix-shared layout of a packed row, computed in a few batched products.
 
-The same attention as `prefix_attention`, which goes segment by segment: here segments of like size
-lie in one padded batch, so that a row of thousands of short turns costs a handful of calls. What
+The same attention as `prefix_attention`, which goes segment by segment. Slots lie in depth-first
+order, so that any run of them looks at nothing but the ancestors of its first slot and itself: the
+row is cut into runs, and runs with about as many keys lie in one padded batch. A row of thousands
+of short turns then costs a handful of calls, and siblings share one copy of their ancestors. What
 comes after the last target of a sequence, and that target itself, predicts nothing that is scored
 and is not computed. The gradient of a shared token is the sum over the turns that share it.
 
-Shapes: D distinct tokens, S segments of one batch, n queries, m keys, N query heads (of a row:
+Shapes: D distinct tokens, S runs of one batch, n queries, m keys, N query heads (of a row:
 targets), K key-value heads, H head width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,22 +23,23 @@ from torch.nn import functional as F
 
 from megatron_binac.packing import Packed, PrefixLayout, share_prefixes
 
+SHORTEST_RUN = 32
+"""Slots of a run with few ancestors; one with many has half as many slots as ancestors, so that
+keys are copied three times at most and a quarter of the products at most is masked for it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Segments whose lengths round up to the same powers of two."""
+    """Runs whose numbers of keys round up to the same power of two."""
 
     queries_Sn: Tensor
-    """int64: slot of each query; a segment's last one again in the padding."""
+    """int64: slot of each query; a run's last one again in the padding."""
     keys_Sm: Tensor
-    """int64: slots of ancestors, root first, then the segment's own; the first again in the
-    padding."""
-    seen_Snm: Tensor
-    """bool: what a query may look at; in a query's padding what its last one may."""
-    real: Tensor
-    """int64: flat places in [S, n] that are no padding."""
-    slots: Tensor
-    """int64: slot of each of them."""
+    """int64: slots of ancestors, root first, then the run's own; its last again in the padding."""
+    bias_S1nm: Tensor
+    """float32: 0 where a query may look, -inf elsewhere; in its padding as at its last one."""
+    real: Tensor | None
+    """int64: flat places in [S, n] that are no padding; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,33 +47,30 @@ class PrefixBatches:
     """Index tensors of a row, made once and shared by all layers."""
 
     batches: list[_Batch]
-    num_slots: int
+    places_D: Tensor
+    """int64: where each slot lies among the batches' queries, end to end without padding."""
 
     @classmethod
     def of(cls, layout: PrefixLayout, device: torch.device | None = None) -> PrefixBatches:
         """The batches of a layout."""
-        chains: list[np.ndarray] = []
-        groups: dict[tuple[int, int], list[int]] = {}
-        starts, lengths = layout.segment_starts_N.tolist(), layout.segment_lengths_N.tolist()
-        for number, (start, length, parent) in enumerate(
-            zip(starts, lengths, layout.segment_parents_N.tolist(), strict=True)
-        ):
-            own = np.arange(start, start + length)
-            chains.append(own if parent < 0 else np.concatenate([chains[parent], own]))
-            size = (_ceiling(length), _ceiling(len(chains[-1])))
-            groups.setdefault(size, []).append(number)
+        groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for start, end in pairwise(_cuts(layout)):
+            own = np.arange(start, end)
+            keys = np.concatenate([_ancestors(layout, start), own])
+            groups.setdefault((len(keys) - 1).bit_length(), []).append((own, keys))
+        order = np.concatenate([own for runs in groups.values() for own, _ in runs])
+        places_D = np.empty(len(order), np.int64)
+        places_D[order] = np.arange(len(order))
+        ends_D = layout.subtree_ends_D
         return cls(
-            batches=[
-                _batch([chains[i] for i in members], [lengths[i] for i in members], device)
-                for members in groups.values()
-            ],
-            num_slots=len(layout.tokens_D),
+            batches=[_batch(runs, ends_D, device) for runs in groups.values()],
+            places_D=torch.as_tensor(places_D, device=device),
         )
 
     @property
     def num_pairs(self) -> int:
         """Query-key pairs that are computed, the masked ones and the padding among them."""
-        return sum(batch.seen_Snm.numel() for batch in self.batches)
+        return sum(batch.bias_S1nm.numel() for batch in self.batches)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [D, N, H], key and value [D, K, H] -> [D, N * H]; rotary embeddings are in.
@@ -77,44 +78,74 @@ class PrefixBatches:
         Raises:
             ValueError: the row is not the one that the batches were made for.
         """
-        if len(query) != self.num_slots:
+        if len(query) != len(self.places_D):
             raise ValueError(
-                f"query: got {len(query)} tokens, expected {self.num_slots}, as in the layout"
+                f"query: got {len(query)} tokens, expected {len(self.places_D)}, as in the layout"
             )
-        out = query.new_zeros(query.shape)
+        parts = []
         for batch in self.batches:
-            q = query[batch.queries_Sn].transpose(1, 2)
-            k, v = (x[batch.keys_Sm].transpose(1, 2) for x in (key, value))
             mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=batch.seen_Snm[:, None], scale=scale, enable_gqa=True
+                _take(query, batch.queries_Sn),
+                _take(key, batch.keys_Sm),
+                _take(value, batch.keys_Sm),
+                attn_mask=batch.bias_S1nm.to(query.dtype),
+                scale=scale,
+                enable_gqa=True,
             )
-            rows = mixed.transpose(1, 2).flatten(0, 1)[batch.real]
-            out = out.index_copy(0, batch.slots, rows)
-        return out.flatten(1)
+            rows = mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+            parts.append(rows if batch.real is None else rows.index_select(0, batch.real))
+        return torch.cat(parts).index_select(0, self.places_D)
 
 
-def _ceiling(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()
+def _take(tokens: Tensor, slots_Sn: Tensor) -> Tensor:
+    """[D, heads, H] -> [S, heads, n, H]; `index_select`, whose gradient is one plain addition."""
+    rows = tokens.index_select(0, slots_Sn.flatten())
+    return rows.unflatten(0, slots_Sn.shape).transpose(1, 2)
 
 
-def _batch(chains: list[np.ndarray], lengths: list[int], device: torch.device | None) -> _Batch:
-    n, m = max(lengths), max(map(len, chains))
-    queries_Sn = np.zeros((len(chains), n), np.int64)
-    keys_Sm = np.zeros((len(chains), m), np.int64)
-    sizes_S, lengths_S = np.asarray([len(c) for c in chains]), np.asarray(lengths)
-    for row, (chain, length) in enumerate(zip(chains, lengths, strict=True)):
-        keys_Sm[row, : len(chain)], keys_Sm[row, len(chain) :] = chain, chain[0]
-        queries_Sn[row, :length], queries_Sn[row, length:] = chain[-length:], chain[-1]
-    at_Sn = np.minimum(np.arange(n)[None], lengths_S[:, None] - 1)
-    last_Sn = (sizes_S - lengths_S)[:, None] + at_Sn
-    real = np.flatnonzero(np.arange(n)[None] < lengths_S[:, None])
+def _cuts(layout: PrefixLayout) -> list[int]:
+    """Where runs begin, and the end of the row: at the segment with the fewest ancestors in the
+    second half of the longest run that is allowed, inside a segment where none begins there."""
+    starts_N, depth_D = layout.segment_starts_N, layout.position_ids_D
+    cuts, total = [0], len(depth_D)
+    while total - cuts[-1] > (longest := max(SHORTEST_RUN, int(depth_D[cuts[-1]]) // 2)):
+        last = cuts[-1] + longest
+        low, high = np.searchsorted(starts_N, [last - longest // 2, last], side="right")
+        here = starts_N[low:high][::-1]
+        cuts.append(int(here[depth_D[here].argmin()]) if len(here) else last)
+    return [*cuts, total]
+
+
+def _ancestors(layout: PrefixLayout, slot: int) -> np.ndarray:
+    """Slots before this one on its way from the root."""
+    starts_N, parents_N = layout.segment_starts_N, layout.segment_parents_N
+    segment = int(np.searchsorted(starts_N, slot, side="right")) - 1
+    parts = [np.arange(starts_N[segment], slot)]
+    while (segment := int(parents_N[segment])) >= 0:
+        start = starts_N[segment]
+        parts.append(np.arange(start, start + layout.segment_lengths_N[segment]))
+    return np.concatenate(parts[::-1])
+
+
+def _batch(
+    runs: list[tuple[np.ndarray, np.ndarray]], ends_D: np.ndarray, device: torch.device | None
+) -> _Batch:
+    lengths_S = np.asarray([len(own) for own, _ in runs])
+    sizes_S = np.asarray([len(keys) for _, keys in runs])
+    n, m = int(lengths_S.max()), int(sizes_S.max())
+    queries_Sn = np.asarray([np.pad(own, (0, n - len(own)), "edge") for own, _ in runs])
+    keys_Sm = np.asarray([np.pad(keys, (0, m - len(keys)), "edge") for _, keys in runs])
+    query_Sn1, key_S1m = queries_Sn[:, :, None], keys_Sm[:, None]
+    seen_Snm = (key_S1m <= query_Sn1) & (query_Sn1 < ends_D[key_S1m])
+    seen_Snm &= (np.arange(m) < sizes_S[:, None])[:, None]
+    bias_S1nm = np.where(seen_Snm, np.float32(0), np.float32(-np.inf))[:, None]
+    real = np.flatnonzero(np.arange(n) < lengths_S[:, None])
     put = lambda array: torch.as_tensor(array, device=device)  # noqa: E731
     return _Batch(
         queries_Sn=put(queries_Sn),
         keys_Sm=put(keys_Sm),
-        seen_Snm=put(np.arange(m)[None, None] <= last_Sn[:, :, None]),
-        real=put(real),
-        slots=put(queries_Sn.reshape(-1)[real]),
+        bias_S1nm=put(bias_S1nm),
+        real=None if len(real) == queries_Sn.size else put(real),
     )
 
 

@@ -28,8 +28,9 @@ def rewards(turns_CFM: list[list[list[Turn]]]) -> tuple[Tensor, Tensor]:
 
 def give(turns: Sequence[Turn], credit: Tensor, trainable: Tensor) -> None:
     """Put each turn's credit, and whether it is learned from, where the loss finds it."""
-    for turn, value, use in zip(turns, credit.flatten(), trainable.flatten(), strict=True):
-        turn.advantage, turn.trainable = float(value), bool(use)
+    values, uses = credit.flatten().tolist(), trainable.flatten().tolist()
+    for turn, value, use in zip(turns, values, uses, strict=True):
+        turn.advantage, turn.trainable = value, use
 
 
 def _criticised(trees: Sequence[Tree]) -> tuple[list[Turn], Tensor]:
@@ -196,7 +197,9 @@ def row(
     (`with_logprobs` False).
     """
     start = len(prompt_ids)
-    tokens = np.concatenate([prompt_ids, ids]).astype(np.int32)
+    tokens = np.concatenate([prompt_ids, ids], dtype=np.int32, casting="same_kind")
+    mask = np.zeros(len(tokens), np.bool_)
+    mask[start:] = True
     logprobs = None
     credit: float | np.ndarray = 1.0
     if turn is not None:
@@ -209,7 +212,7 @@ def row(
             logprobs[start:] = turn.logprobs
     return TrainSequence(
         ids=tokens,
-        mask=np.arange(len(tokens)) >= start,
+        mask=mask,
         advantage=credit if advantage is None else advantage,
         logprobs=logprobs,
     )

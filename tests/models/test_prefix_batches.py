@@ -46,11 +46,19 @@ def rows(num_prompts: int = 5, seed: int = 0) -> list[TrainSequence]:
     return [out[i] for i in order]
 
 
-def test_batches_are_the_segments_one_by_one() -> None:
+def long_rows(seed: int = 0) -> list[np.ndarray]:
+    """Trunks of up to 300 tokens that branch at a few places, and many short turns behind one."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(0, 300, 300)
+    rows = [np.concatenate([trunk[:at], rng.integers(0, 300, 150)]) for at in (0, 5, 70, 290)]
+    rows += [np.concatenate([trunk[:40], rng.integers(0, 300, 2)]) for _ in range(60)]
+    return [row.astype(np.int32) for row in rows]
+
+
+@pytest.mark.parametrize("ids", [[s.ids for s in rows()], long_rows()])
+def test_batches_are_the_segments_one_by_one(ids: list[np.ndarray]) -> None:
     torch.manual_seed(0)
-    sequences = rows()
-    ids = packing.Ragged.from_rows([s.ids for s in sequences], np.int32)
-    packed = packing.gather(ids, np.arange(len(sequences), dtype=np.int32))
+    packed = packing.gather(packing.Ragged.from_rows(ids, np.int32), np.arange(len(ids)))
     layout = packing.share_prefixes(packed, alignment=packing.Alignment(pack_multiple=16))
     assert layout.saved > 0.4
     tensors = [
@@ -58,7 +66,9 @@ def test_batches_are_the_segments_one_by_one() -> None:
         for heads in (4, 2, 2)
     ]
     one = prefix_attention(*tensors, PrefixBlocks.of(layout))
-    all_at_once = PrefixBatches.of(layout).attend(*tensors, None)
+    batches = PrefixBatches.of(layout)
+    assert len(batches.batches) <= 6
+    all_at_once = batches.attend(*tensors, None)
     assert torch.allclose(one, all_at_once, atol=1e-12)
     weight = torch.randn_like(one)
     for a, b in zip(

@@ -1030,6 +1030,32 @@ def share_prefixes(
     )
 
 
+def match_prefixes(
+    rows: Sequence[np.ndarray], others: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each row, the one of `others` that begins with the most of its ids, and how many these
+    are: int64 [rows] each. Rows hold one id or more; there is one of `others` at least."""
+    ids = Ragged.from_rows([*rows, *others], np.int64)
+    order, shared = _core.sort_by_prefix(
+        ids.values, ids.offsets[:-1], ids.lengths, np.zeros(len(ids), dtype=np.int64)
+    )
+    best, length = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    # In this order the longest prefix is shared with the next of `others` before or behind.
+    common_after = [*shared.tolist()[1:], 0]
+    for indices, commons in (
+        (order.tolist(), shared.tolist()),
+        (order.tolist()[::-1], common_after[::-1]),
+    ):
+        nearest, common = 0, 0
+        for index, step in zip(indices, commons, strict=True):
+            common = min(common, step)
+            if index >= len(rows):
+                nearest, common = index - len(rows), int(ids.lengths[index])
+            elif common > length[index]:
+                best[index], length[index] = nearest, common
+    return best, length
+
+
 def plan_shared(
     ids: Rows,
     *,

@@ -170,6 +170,9 @@ class Sampling:
     top_p: float = 1.0
     greedy: bool = False
     """Take the likeliest token; the lowest id where several are."""
+    continued: bool = False
+    """Later prompts will begin with these prompts and answers: an engine may hold on to what it
+    computed of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

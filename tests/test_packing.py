@@ -386,6 +386,22 @@ def test_tails_that_nobody_reads_are_not_stored(twin: str) -> None:
             packing.share_prefixes(packed, lengths=np.asarray(bad))
 
 
+def test_the_other_row_that_begins_with_the_most_of_it(twin: str) -> None:
+    rng = np.random.default_rng(0)
+    draw = lambda: rng.integers(0, 3, int(rng.integers(1, 7))).astype(np.int32)  # noqa: E731
+    asked, others = [draw() for _ in range(60)], [draw() for _ in range(25)]
+    best, length = packing.match_prefixes(asked, others)
+
+    def common(a: np.ndarray, b: np.ndarray) -> int:
+        num = min(len(a), len(b))
+        return int(np.append(np.flatnonzero(a[:num] != b[:num]), num)[0])
+
+    for row, index, num in zip(asked, best.tolist(), length.tolist(), strict=True):
+        assert num == max(common(row, other) for other in others)
+        assert num == common(row, others[index])
+    assert {1, 2, 3, 4} <= set(length.tolist())
+
+
 def test_a_tree_larger_than_a_microbatch_is_cut(twin: str) -> None:
     ids = rows([1, 2, 3], [1, 2, 4], [1, 2, 5], [9])
     plan = packing.plan_shared(ids, groups=[0, 0, 0, 1], capacity=4)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_binac.benchmark.machine import (
 )
 from megatron_binac.benchmark.under_ranks import under_ranks
 from megatron_binac.benchmark.workload import WORKLOADS, Workload, build
-from megatron_binac.models import checkpoint
+from megatron_binac.models import checkpoint, cpu
 from megatron_binac.models.learner import work_of
 from megatron_binac.planner import flops
 from megatron_binac.planner.flops import Work
@@ -116,10 +117,18 @@ def rollout_phase(meter: Meter, step: int) -> list[Tree]:
 
 
 def count_sampling(meter: Meter, phase: str, trees: list[Tree], *, probes: bool = False) -> None:
-    """FLOPs of sampling by role; sampling stores no padding, so executed is what was needed."""
+    """FLOPs of sampling by role. What it needs reads each prompt whole; what it runs reads what
+    prompts begin with alike once, and not again what the engine still holds."""
     for role, work in sampling_work(trees, probes=probes).items():
-        if work.tokens:
-            meter.count(phase, role, work, work, training=False)
+        if not work.tokens:
+            continue
+        engine = getattr(meter.load.players, role)
+        spared = engine.take_spared()
+        counts = torch.tensor([spared.tokens, spared.pairs], device=cpu.device())
+        dist.all_reduce(counts, group=engine.learner.groups.collection.dp)
+        tokens, pairs = counts.tolist()
+        executed = replace(work, tokens=work.tokens - tokens, pairs=work.pairs - pairs)
+        meter.count(phase, role, work, executed, training=False)
 
 
 def train_phase(meter: Meter, phase: str, role: str, turns: list[Turn]) -> tuple[int, int]:
@@ -158,7 +167,7 @@ def _update_work(learner: Any, rows: Sequence[TrainSequence]) -> tuple[Work, Wor
         for n in lengths:
             groups.setdefault(max(8, 1 << max(n - 1, 0).bit_length()), []).append(n)
         slots += sum(max(g) * (max(g) + 1) // 2 * len(g) for g in groups.values())
-    counts = torch.tensor([stored, computed, slots], dtype=torch.int64)
+    counts = torch.tensor([stored, computed, slots], device=cpu.device())
     dist.all_reduce(counts, group=learner.groups.collection.dp)
     stored, computed, pairs = counts.tolist()
     return real, Work(tokens=computed, pairs=pairs, scored=real.scored), stored

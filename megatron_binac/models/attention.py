@@ -3,7 +3,7 @@ spec.
 
 Megatron-Core's own `DotProductAttention` has no packed (`thd`) path; Transformer Engine's has, on
 GPUs. This one keeps the same contract on any device with PyTorch's scaled-dot-product attention,
-so that the packed path is the only path. It is also where generation keeps its keys and values.
+so that the packed path is the only path. Generation keeps its keys and values here.
 
 Shapes: T packed tokens, S sequences, L longest sequence of a bucket, N query heads, K key-value
 heads, D head.
@@ -22,36 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from megatron_binac.models.kv_cache import KVCache
 from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
 from megatron_binac.models.prefix_batches import PrefixBatches
-
-
-class KVCache:
-    """Keys and values of the sequences that are being generated, one pair of buffers a layer.
-
-    Buffers are [B, capacity, K, D] and are made on a layer's first write.
-    """
-
-    def __init__(self, num_sequences: int, capacity: int) -> None:
-        self.num_sequences, self.capacity = num_sequences, capacity
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def write(
-        self, layer: int, rows_T: Tensor, positions_T: Tensor, key_TKD: Tensor, value_TKD: Tensor
-    ) -> None:
-        """Store one key and value per token at (row, position)."""
-        if layer not in self.buffers:
-            shape = (self.num_sequences, self.capacity, *key_TKD.shape[1:])
-            # Zeros, not empty: masked slots still enter the product, and 0 * NaN is NaN.
-            self.buffers[layer] = (key_TKD.new_zeros(shape), value_TKD.new_zeros(shape))
-        key, value = self.buffers[layer]
-        key[rows_T, positions_T] = key_TKD
-        value[rows_T, positions_T] = value_TKD
-
-    def select(self, rows_B: Tensor) -> None:
-        """Keep these rows, in this order; a row may be taken more than once (shared prompts)."""
-        self.num_sequences = len(rows_B)
-        self.buffers = {layer: (k[rows_B], v[rows_B]) for layer, (k, v) in self.buffers.items()}
 
 
 @dataclass
@@ -70,13 +43,10 @@ class PackedParams(PackedSeqParams):
     num_real: int | None = None
     """Tokens before the padding; None where nobody asks."""
     prefix: PrefixBlocks | PrefixBatches | None = None
-    """Set where the row is a prefix-shared layout; `bounds` and `cache` are then not read."""
+    """Set where the row is a prefix-shared layout; `bounds` are then not read."""
     cache: KVCache | None = None
-    """Where keys and values are kept while generating."""
-    rows_T: Tensor | None = None
-    """int64 [T]: cache row of each token."""
-    decode: bool = False
-    """One new token per cache row: attend to the cache instead of the row itself."""
+    """Where keys and values are kept while generating: of prompts, with `prefix`, or of one new
+    token a cache row, which attends to the cache."""
     turns: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, D] for `Turn`, where core attention applies them."""
     buckets: list[tuple[Tensor, Tensor]] | None = None
@@ -217,13 +187,13 @@ class PackedAttention(MegatronModule):
         if packed.turns is not None:
             query, key = Turn.apply(query, *packed.turns), Turn.apply(key, *packed.turns)
         if isinstance(packed.prefix, PrefixBatches):
+            if packed.cache is not None:
+                key, value = packed.cache.hold(self.layer_number, key, value)
             return packed.prefix.attend(query, key, value, self.scale)
         if packed.prefix is not None:
             return prefix_attention(query, key, value, packed.prefix, self.scale)
         if packed.cache is not None:
-            packed.cache.write(self.layer_number, packed.rows_T, packed.positions_T, key, value)
-            if packed.decode:
-                return self._decode(query, packed)
+            return self._decode(query, key, value, packed)
         if packed.buckets is None:
             packed.buckets = _buckets(packed.bounds, query.device)
         out = query.new_zeros(query.shape)
@@ -236,10 +206,14 @@ class PackedAttention(MegatronModule):
             out = out.index_copy(0, take.flatten()[put], rows)
         return out.flatten(1)
 
-    def _decode(self, query: Tensor, packed: PackedParams) -> Tensor:
+    def _decode(
+        self, query: Tensor, key_BKD: Tensor, value_BKD: Tensor, packed: PackedParams
+    ) -> Tensor:
         """One query per cache row against everything up to its position; query [B, N, D] -> [B, N
         * D]."""
-        key, value = packed.cache.buffers[self.layer_number]
+        rows_B = torch.arange(len(query), device=query.device)
+        packed.cache.write(self.layer_number, rows_B, packed.positions_T, key_BKD, value_BKD)
+        key, value = packed.cache.layers[self.layer_number]
         used = int(packed.positions_T.max()) + 1
         seen = torch.arange(used, device=query.device)[None] <= packed.positions_T[:, None]
         out = F.scaled_dot_product_attention(

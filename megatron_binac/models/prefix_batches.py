@@ -7,14 +7,13 @@ of short turns then costs a handful of calls, and siblings share one copy of the
 comes after the last target of a sequence, and that target itself, predicts nothing that is scored
 and is not computed. The gradient of a shared token is the sum over the turns that share it.
 
-Shapes: D distinct tokens, S runs of one batch, n queries, m keys, N query heads (of a row:
-targets), K key-value heads, H head width.
+Shapes: D distinct tokens, U of them with queries, S runs of one batch, n queries, m keys, N query
+heads (of a row: targets), K key-value heads, H head width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,17 +28,32 @@ keys are copied three times at most and a quarter of the products at most is mas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Slots that are computed together."""
+
+    own: np.ndarray
+    """The slots whose output is wanted."""
+    queries: np.ndarray
+    """The slots that look: `own`, in a causal run `keys`."""
+    keys: np.ndarray
+    """Slots of ancestors, root first, and of the run."""
+    is_causal: bool
+    """One line of ancestors and own slots, of which each looks at all before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
     """Runs whose numbers of keys round up to the same power of two."""
 
     queries_Sn: Tensor
-    """int64: slot of each query; a run's last one again in the padding."""
+    """int64: row of each query; a run's last one again in the padding."""
     keys_Sm: Tensor
-    """int64: slots of ancestors, root first, then the run's own; its last again in the padding."""
-    bias_S1nm: Tensor
-    """float32: 0 where a query may look, -inf elsewhere; in its padding as at its last one."""
-    real: Tensor | None
-    """int64: flat places in [S, n] that are no padding; None where there is none."""
+    """int64: slot of each key; a run's last one again in the padding."""
+    bias_S1nm: Tensor | None
+    """float32: 0 where a query may look, -inf elsewhere; in its padding as at its last one. None:
+    the plain causal mask."""
+    real: Tensor
+    """int64: flat places in [S, n] whose output is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,79 +61,107 @@ class PrefixBatches:
     """Index tensors of a row, made once and shared by all layers."""
 
     batches: list[_Batch]
-    places_D: Tensor
-    """int64: where each slot lies among the batches' queries, end to end without padding."""
+    places_U: Tensor
+    """int64: where the output of each row lies among the batches' wanted ones, end to end."""
 
     @classmethod
-    def of(cls, layout: PrefixLayout, device: torch.device | None = None) -> PrefixBatches:
-        """The batches of a layout."""
-        groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for start, end in pairwise(_cuts(layout)):
-            own = np.arange(start, end)
-            keys = np.concatenate([_ancestors(layout, start), own])
-            groups.setdefault((len(keys) - 1).bit_length(), []).append((own, keys))
-        order = np.concatenate([own for runs in groups.values() for own, _ in runs])
-        places_D = np.empty(len(order), np.int64)
-        places_D[order] = np.arange(len(order))
+    def of(
+        cls,
+        layout: PrefixLayout,
+        device: torch.device | None = None,
+        *,
+        fresh_U: np.ndarray | None = None,
+    ) -> PrefixBatches:
+        """The batches of a layout. `fresh_U`: the only slots that have queries, in order; the
+        others have keys and values alone, which are held from before."""
+        groups: dict[tuple[bool, int], list[_Run]] = {}
+        runs = _runs(layout)
+        row_D = np.arange(len(layout.tokens_D))
+        if fresh_U is not None:
+            row_D = np.full(len(row_D), -1)
+            row_D[fresh_U] = np.arange(len(fresh_U))
+            runs = [cut for run in runs if (cut := _fresh(run, row_D)) is not None]
+        for run in runs:
+            groups.setdefault((run.is_causal, (len(run.keys) - 1).bit_length()), []).append(run)
+        order = np.concatenate([row_D[run.own] for group in groups.values() for run in group])
+        places_U = np.empty(len(order), np.int64)
+        places_U[order] = np.arange(len(order))
         ends_D = layout.subtree_ends_D
         return cls(
-            batches=[_batch(runs, ends_D, device) for runs in groups.values()],
-            places_D=torch.as_tensor(places_D, device=device),
+            batches=[_batch(group, row_D, ends_D, device) for group in groups.values()],
+            places_U=torch.as_tensor(places_U, device=device),
         )
 
     @property
     def num_pairs(self) -> int:
         """Query-key pairs that are computed, the masked ones and the padding among them."""
-        return sum(batch.bias_S1nm.numel() for batch in self.batches)
+        return sum(b.queries_Sn.numel() * b.keys_Sm.shape[1] for b in self.batches)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """query [D, N, H], key and value [D, K, H] -> [D, N * H]; rotary embeddings are in.
+        """query [U, N, H], key and value [D, K, H] -> [U, N * H]; rotary embeddings are in.
 
         Raises:
             ValueError: the row is not the one that the batches were made for.
         """
-        if len(query) != len(self.places_D):
+        if len(query) != len(self.places_U):
             raise ValueError(
-                f"query: got {len(query)} tokens, expected {len(self.places_D)}, as in the layout"
+                f"query: got {len(query)} tokens, expected {len(self.places_U)}, as in the layout"
             )
         parts = []
         for batch in self.batches:
+            bias = batch.bias_S1nm
             mixed = F.scaled_dot_product_attention(
                 _take(query, batch.queries_Sn),
                 _take(key, batch.keys_Sm),
                 _take(value, batch.keys_Sm),
-                attn_mask=batch.bias_S1nm.to(query.dtype),
+                attn_mask=None if bias is None else bias.to(query.dtype),
+                is_causal=bias is None,
                 scale=scale,
                 enable_gqa=True,
             )
             rows = mixed.transpose(1, 2).flatten(0, 1).flatten(1)
-            parts.append(rows if batch.real is None else rows.index_select(0, batch.real))
-        return torch.cat(parts).index_select(0, self.places_D)
+            parts.append(rows.index_select(0, batch.real))
+        return torch.cat(parts).index_select(0, self.places_U)
 
 
-def _take(tokens: Tensor, slots_Sn: Tensor) -> Tensor:
-    """[D, heads, H] -> [S, heads, n, H]; `index_select`, whose gradient is one plain addition."""
-    rows = tokens.index_select(0, slots_Sn.flatten())
-    return rows.unflatten(0, slots_Sn.shape).transpose(1, 2)
+def _take(tokens: Tensor, rows_Sn: Tensor) -> Tensor:
+    """[T, heads, H] -> [S, heads, n, H]; `index_select`, whose gradient is one plain addition."""
+    rows = tokens.index_select(0, rows_Sn.flatten())
+    return rows.unflatten(0, rows_Sn.shape).transpose(1, 2)
 
 
-def _cuts(layout: PrefixLayout) -> list[int]:
-    """Where runs begin, and the end of the row: at the segment with the fewest ancestors in the
-    second half of the longest run that is allowed, inside a segment where none begins there."""
+def _runs(layout: PrefixLayout) -> list[_Run]:
+    """The row, cut: at the segment with the fewest ancestors in the second half of the longest run
+    that is allowed, inside a segment where none begins there. A long segment with few ancestors is
+    a causal run, and they are computed again with it."""
     starts_N, depth_D = layout.segment_starts_N, layout.position_ids_D
-    cuts, total = [0], len(depth_D)
-    while total - cuts[-1] > (longest := max(SHORTEST_RUN, int(depth_D[cuts[-1]]) // 2)):
-        last = cuts[-1] + longest
-        low, high = np.searchsorted(starts_N, [last - longest // 2, last], side="right")
-        here = starts_N[low:high][::-1]
-        cuts.append(int(here[depth_D[here].argmin()]) if len(here) else last)
-    return [*cuts, total]
+    runs: list[_Run] = []
+    cut, total = 0, len(depth_D)
+    while cut < total:
+        segment = int(np.searchsorted(starts_N, cut, side="right")) - 1
+        ancestors = _ancestors(layout, segment, cut)
+        num = len(ancestors)
+        longest = max(SHORTEST_RUN, num // 2)
+        end = int(starts_N[segment] + layout.segment_lengths_N[segment])
+        is_causal = end - cut > max(longest, 2 * num)
+        if not is_causal and total - cut > longest:
+            end = cut + longest
+            low, high = np.searchsorted(starts_N, [end - longest // 2, end], side="right")
+            here = starts_N[low:high][::-1]
+            end = int(here[depth_D[here].argmin()]) if len(here) else end
+        elif not is_causal:
+            end = total
+        own = np.arange(cut, end)
+        keys = np.concatenate([ancestors, own])
+        queries = keys if is_causal else own
+        runs.append(_Run(own=own, queries=queries, keys=keys, is_causal=is_causal))
+        cut = end
+    return runs
 
 
-def _ancestors(layout: PrefixLayout, slot: int) -> np.ndarray:
-    """Slots before this one on its way from the root."""
+def _ancestors(layout: PrefixLayout, segment: int, slot: int) -> np.ndarray:
+    """Slots before this one of the segment on its way from the root."""
     starts_N, parents_N = layout.segment_starts_N, layout.segment_parents_N
-    segment = int(np.searchsorted(starts_N, slot, side="right")) - 1
     parts = [np.arange(starts_N[segment], slot)]
     while (segment := int(parents_N[segment])) >= 0:
         start = starts_N[segment]
@@ -127,26 +169,44 @@ def _ancestors(layout: PrefixLayout, slot: int) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
+def _fresh(run: _Run, row_D: np.ndarray) -> _Run | None:
+    """The run with the queries that exist; None where none does."""
+    own = run.own[row_D[run.own] >= 0]
+    if len(own) == 0:
+        return None
+    if run.is_causal and (row_D[run.queries] >= 0).all():
+        return run
+    return _Run(own=own, queries=own, keys=run.keys, is_causal=False)
+
+
 def _batch(
-    runs: list[tuple[np.ndarray, np.ndarray]], ends_D: np.ndarray, device: torch.device | None
+    runs: list[_Run], row_D: np.ndarray, ends_D: np.ndarray, device: torch.device | None
 ) -> _Batch:
-    lengths_S = np.asarray([len(own) for own, _ in runs])
-    sizes_S = np.asarray([len(keys) for _, keys in runs])
-    n, m = int(lengths_S.max()), int(sizes_S.max())
-    queries_Sn = np.asarray([np.pad(own, (0, n - len(own)), "edge") for own, _ in runs])
-    keys_Sm = np.asarray([np.pad(keys, (0, m - len(keys)), "edge") for _, keys in runs])
-    query_Sn1, key_S1m = queries_Sn[:, :, None], keys_Sm[:, None]
-    seen_Snm = (key_S1m <= query_Sn1) & (query_Sn1 < ends_D[key_S1m])
-    seen_Snm &= (np.arange(m) < sizes_S[:, None])[:, None]
-    bias_S1nm = np.where(seen_Snm, np.float32(0), np.float32(-np.inf))[:, None]
-    real = np.flatnonzero(np.arange(n) < lengths_S[:, None])
+    query_Sn, real_Sn = _padded([run.queries for run in runs])
+    key_Sm, is_key_Sm = _padded([run.keys for run in runs])
     put = lambda array: torch.as_tensor(array, device=device)  # noqa: E731
+    bias = None
+    if runs[0].is_causal:
+        real_Sn &= np.arange(real_Sn.shape[1]) >= [[len(r.keys) - len(r.own)] for r in runs]
+    else:
+        query_Sn1, key_S1m = query_Sn[:, :, None], key_Sm[:, None]
+        seen_Snm = (key_S1m <= query_Sn1) & (query_Sn1 < ends_D[key_S1m]) & is_key_Sm[:, None]
+        bias = put(np.where(seen_Snm, np.float32(0), np.float32(-np.inf))[:, None])
     return _Batch(
-        queries_Sn=put(queries_Sn),
-        keys_Sm=put(keys_Sm),
-        bias_S1nm=put(bias_S1nm),
-        real=None if len(real) == queries_Sn.size else put(real),
+        queries_Sn=put(row_D[query_Sn]),
+        keys_Sm=put(key_Sm),
+        bias_S1nm=bias,
+        real=put(np.flatnonzero(real_Sn)),
     )
+
+
+def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as a rectangle, the last number of each again behind it; and where it is none."""
+    length = max(map(len, rows))
+    padded = np.empty((len(rows), length), np.int64)
+    for out, row in zip(padded, rows, strict=True):
+        out[: len(row)], out[len(row) :] = row, row[-1]
+    return padded, np.arange(length) < np.asarray([[len(row)] for row in rows])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

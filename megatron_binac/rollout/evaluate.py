@@ -86,7 +86,8 @@ class _Cases:
 
     def _sampling(self, kind: TurnKind) -> Sampling:
         rollout = replace(self.config.rollout, top_k=0, top_p=1.0)
-        return self.players.sampling(rollout, kind, greedy=self.greedy)
+        continued = kind == "attempt" and self.players.has_critic
+        return self.players.sampling(rollout, kind, greedy=self.greedy, continued=continued)
 
     def _revise(self, attempts: list[Turn], feedback_ids: list[list[int]], tag: str) -> list[Turn]:
         template, spoken = self.players.template, self.players.spoken

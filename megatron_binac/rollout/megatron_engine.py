@@ -1,10 +1,13 @@
 """Generation inside Megatron: the learner's own weights and layers, a KV cache, any TP, PP,
 virtual PP and DP.
 
-Prompts are prefilled as one packed row (each distinct prompt once), then all sequences take one
-token a step. Data-parallel replicas share the prompts out; every rank ends with the complete list.
+Prompts are read as a tree (each distinct token once), then all sequences take one token a step.
+Where answers are to be continued, their keys and values are held until the weights change, and a
+later prompt that begins with them is read from where they end. Data-parallel replicas share the
+prompts out; every rank ends with the complete list.
 
-Shapes: U distinct prompts, B sequences, T packed tokens, V vocabulary, H hidden.
+Shapes: P distinct prompts, U tokens of them that are read, C longest sequence, B sequences, T
+tokens of a pass, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -18,25 +21,43 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_binac.models import cpu
-from megatron_binac.models.attention import KVCache, PackedParams
+from megatron_binac.models.attention import PackedParams
+from megatron_binac.models.kv_cache import HeldRows, KVCache, PromptTree
 from megatron_binac.models.learner import MegatronLearner
+from megatron_binac.models.prefix_batches import PrefixBatches
+from megatron_binac.planner import flops
+from megatron_binac.planner.flops import Work
 from megatron_binac.rollout.sampling import pick
 from megatron_binac.seeds import uniforms
 from megatron_binac.types import Completion, Sampling
 
 
 class MegatronEngine:
-    """Samples from a `MegatronLearner` in place: nothing is copied, so nothing can be stale."""
+    """Samples from a `MegatronLearner` in place: no weight is copied, so none can be stale."""
 
     def __init__(self, learner: MegatronLearner, *, max_sequences: int) -> None:
         self.learner, self.max_sequences = learner, max_sequences
         self.version = 0
+        self._held: HeldRows | None = None
+        self._held_under: tuple[int, int] | None = None
+        self._spared = Work(tokens=0, pairs=0, scored=0)
+
+    def take_spared(self) -> Work:
+        """What this rank did not compute since the last take, of distinct prompts read whole."""
+        taken, self._spared = self._spared, Work(tokens=0, pairs=0, scored=0)
+        return taken
 
     def publish(self, version: int) -> None:
         self.version = version
+        self._held = None
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        self._held = None
+
+    def _weights_mark(self) -> tuple[int, int]:
+        """Changes with every update and every other write to the weights."""
+        writes = sum(p._version for p in self.learner.parameters())
+        return self.learner.num_updates, writes
 
     @torch.no_grad()
     def generate(
@@ -64,6 +85,8 @@ class MegatronEngine:
         first, last = (
             len(prompts) * r // groups.dp_size for r in (groups.dp_rank, groups.dp_rank + 1)
         )
+        if self._held_under != self._weights_mark() or sampling.continued:
+            self._held, self._held_under = None, self._weights_mark()
         mine: list[tuple[np.ndarray, np.ndarray]] = []
         for start in range(first, last, self.max_sequences):
             stop = min(start + self.max_sequences, last)
@@ -87,24 +110,27 @@ class MegatronEngine:
         index: dict[bytes, int] = {}
         which = np.asarray([index.setdefault(p.tobytes(), len(index)) for p in prompts])
         distinct = [np.frombuffer(key, prompts[0].dtype) for key in index]
-        lengths_U = np.asarray([len(p) for p in distinct])
-        cache = KVCache(len(distinct) + 1, int(lengths_U.max()) + sampling.max_tokens)
-
-        spare = (
-            -int(lengths_U.sum()) % self._multiple
-        )  # tokens of padding, kept in the cache's last row
-        ids_T = np.concatenate([*distinct, np.zeros(spare, prompts[0].dtype)])
-        positions_T = np.concatenate([*(np.arange(n) for n in lengths_U), np.zeros(spare, int)])
-        rows_T = np.concatenate(
-            [np.repeat(np.arange(len(distinct)), lengths_U), np.full(spare, len(distinct))]
+        lengths_P = np.asarray([len(p) for p in distinct])
+        tree = PromptTree.of(distinct, self._held, multiple=self._multiple, device=device)
+        cache = tree.cache
+        whole = flops.causal(lengths_P.tolist(), 0)
+        self._spared += Work(
+            tokens=whole.tokens - len(tree.ids_U),
+            pairs=whole.pairs - tree.batches.num_pairs,
+            scored=0,
         )
-        ends_U = np.cumsum(lengths_U)
-        bounds = [0, *ends_U.tolist(), *range(int(ends_U[-1]) + 1, len(ids_T) + 1)]
-        hidden = self._forward(ids_T, positions_T, bounds, cache, rows_T, decode=False)
-        logits_BV = self._logits(hidden, ends_U - 1)
+        hidden = self._forward(tree.ids_U, tree.positions_U, cache, tree.batches)
+        logits_BV = self._logits(hidden, tree.last_P)
         if logits_BV is not None:
             logits_BV = logits_BV[torch.as_tensor(which, device=device)]
-        cache.select(torch.as_tensor(self._padded(which, fill=len(distinct)), device=device))
+        # The cache is bounded by one batch; so is what is held.
+        held = None
+        if sampling.continued and self._held is None:
+            held = self._held = HeldRows(cache.layers)
+        slots_PC = np.zeros((len(distinct), int(lengths_P.max()) + sampling.max_tokens), np.int64)
+        for row, slots in zip(slots_PC, tree.slots, strict=True):
+            row[: len(slots)] = slots
+        cache.lay_out(torch.as_tensor(slots_PC[self._padded(which, fill=0)], device=device))
 
         num = len(prompts)
         ids = np.zeros((num, sampling.max_tokens), np.int32)
@@ -112,6 +138,14 @@ class MegatronEngine:
         taken = np.zeros(num, int)
         live = np.arange(num)  # the prompt of each row that is still decoded
         going = np.ones(num, bool)  # False: the row has stopped and rides along until enough have
+
+        def hold(rows: np.ndarray) -> None:
+            """Keep what these rows of the cache have read."""
+            if held is not None:
+                each = live[rows]
+                read = [np.concatenate([prompts[i], ids[i, : taken[i] - 1]]) for i in each]
+                held.add(cache, rows, read, [tree.slots[which[i]] for i in each])
+
         for step in range(sampling.max_tokens):
             token_B, logprob_B = self._choose(logits_BV, seeds_B[live], step, sampling)
             rows = live[going]
@@ -122,18 +156,15 @@ class MegatronEngine:
                 break
             if going.sum() <= 0.75 * len(live):
                 keep = np.flatnonzero(going)
+                hold(np.flatnonzero(~going))
                 cache.select(torch.as_tensor(self._padded(keep, fill=int(keep[0])), device=device))
                 live, token_B, going = live[keep], token_B[keep], going[keep]
-            position_B = lengths_U[which[live]] + step
+            position_B = lengths_P[which[live]] + step
             hidden = self._forward(
-                self._padded(token_B, fill=0),
-                self._padded(position_B, fill=0),
-                None,
-                cache,
-                np.arange(len(self._padded(live, fill=0))),
-                decode=True,
+                self._padded(token_B, fill=0), self._padded(position_B, fill=0), cache
             )
             logits_BV = self._logits(hidden, np.arange(len(live)))
+        hold(np.arange(len(live)))
         return [(ids[i, : taken[i]], logprobs[i, : taken[i]]) for i in range(num)]
 
     @property
@@ -152,25 +183,16 @@ class MegatronEngine:
         self,
         ids_T: np.ndarray,
         positions_T: np.ndarray,
-        bounds: list[int] | None,
         cache: KVCache,
-        rows_T: np.ndarray,
-        *,
-        decode: bool,
+        prefix: PrefixBatches | None = None,
     ) -> Tensor | None:
-        """Through all stages in turn; final hidden states [T, H] on the last stage, None
-        elsewhere."""
+        """Prompts' tokens, as `prefix` lays them out, or one token a sequence through all stages in
+        turn; final hidden states [T, H] on the last stage, None elsewhere."""
         device = cpu.device()
         groups, config = self.learner.groups, self.learner.config
         ids = torch.as_tensor(ids_T, dtype=torch.long, device=device)[None]
         positions = torch.as_tensor(positions_T, dtype=torch.long, device=device)
-        packed = PackedParams.of(
-            positions,
-            bounds or [],
-            cache=cache,
-            rows_T=torch.as_tensor(rows_T, dtype=torch.long, device=device),
-            decode=decode,
-        )
+        packed = PackedParams.of(positions, [], cache=cache, prefix=prefix)
         pp, pp_group = config.parallel.pp, groups.collection.pp
         stage = groups.pp_rank
         before, after = (dist.get_global_rank(pp_group, (stage + d) % pp) for d in (-1, 1))

@@ -44,7 +44,14 @@ class Players:
     def has_critic(self) -> bool:
         return self.critic is not None or self.text_critic is not None
 
-    def sampling(self, rollout: RolloutConfig, kind: TurnKind, *, greedy: bool = False) -> Sampling:
+    def sampling(
+        self,
+        rollout: RolloutConfig,
+        kind: TurnKind,
+        *,
+        greedy: bool = False,
+        continued: bool = False,
+    ) -> Sampling:
         limits = {
             "attempt": rollout.max_attempt_tokens,
             "feedback": rollout.max_feedback_tokens,
@@ -57,6 +64,7 @@ class Players:
             top_k=rollout.top_k,
             top_p=rollout.top_p,
             greedy=greedy,
+            continued=continued,
         )
 
     def speak(
@@ -210,7 +218,7 @@ def attempt(
         "attempt",
         [c for c in contexts for _ in range(rollout.attempts)],
         [seed(p, "attempt", g) for p in prompts_P for g in range(rollout.attempts)],
-        players.sampling(rollout, "attempt"),
+        players.sampling(rollout, "attempt", continued=rollout.criticised > 0),
     )
     players.grade(owners, attempts)
     return [

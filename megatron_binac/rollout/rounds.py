@@ -305,6 +305,7 @@ def _speak(
         top_k=settings.top_k,
         top_p=settings.top_p,
         greedy=is_greedy,
+        continued=kind == "answer" and t == 0 and settings.rounds > 0,
     )
     seeds = [name_seed(settings.seed, p.id, kind, t, s) for p, s in cases]
     return seat.engine.generate([np.asarray(ids, np.int32) for ids in contexts], seeds, sampling)

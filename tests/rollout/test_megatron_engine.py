@@ -263,6 +263,101 @@ def test_publish_sets_the_version_and_weights_are_never_stale(learner: MegatronL
     assert [c.ids.tolist() for c in again] == [c.ids.tolist() for c in before]
 
 
+CONTINUED = replace(PLAIN, continued=True)
+
+
+def continuations(asked: list[np.ndarray], answers: list[Completion]) -> list[np.ndarray]:
+    """Prompts that begin with prompt and answer, two behind each; a stop token is left out."""
+    rng = np.random.default_rng(5)
+    out = []
+    for prompt, answer in zip(asked, answers, strict=True):
+        said = answer.ids[answer.ids != STOP]
+        out += [
+            np.concatenate([prompt, said, rng.integers(0, VOCAB, n).astype(np.int32)])
+            for n in (2, 3)
+        ]
+    return [row for row in out if len(row) <= 20]
+
+
+def test_what_is_continued_is_not_read_again(learner: MegatronLearner) -> None:
+    asked = prompts(40)
+    seeds = list(range(40))
+    engine = MegatronEngine(learner, max_sequences=1000)
+    answers = engine.generate(asked, seeds, CONTINUED)
+    for got, want in zip(
+        answers,
+        MegatronEngine(learner, max_sequences=1000).generate(asked, seeds, PLAIN),
+        strict=True,
+    ):
+        same(got, want)
+    later = continuations(asked, answers)
+    again = list(range(100, 100 + len(later)))
+    fresh = MegatronEngine(learner, max_sequences=1000)
+    expected = fresh.generate(later, again, PLAIN)
+    engine.take_spared()
+    for _ in range(2):  # what is held is there for every later call
+        for got, want in zip(engine.generate(later, again, PLAIN), expected, strict=True):
+            same(got, want)
+    # By hand: every distinct token is read once, and none that the answers' rows hold.
+    held = {
+        tuple(row[:n])
+        for p, c in zip(asked, answers, strict=True)
+        for row in [[*p.tolist(), *c.ids.tolist()[:-1]]]
+        for n in range(1, len(row) + 1)
+    }
+    wanted = {tuple(row[:n].tolist()) for row in later for n in range(1, len(row) + 1)}
+    last = {tuple(row.tolist()) for row in later}
+    whole = sum(len(row) for row in last)
+    assert fresh.take_spared().tokens == whole - len(wanted)
+    assert engine.take_spared().tokens == 2 * (whole - len(wanted - held | last))
+    assert len(wanted - held | last) < 0.6 * len(wanted)
+
+
+def test_what_is_held_goes_with_the_weights(learner: MegatronLearner) -> None:
+    asked = prompts(12)
+    later = [np.concatenate([p, np.asarray([3, 4], np.int32)]) for p in asked]
+    seeds = list(range(12))
+
+    def spared(engine: MegatronEngine) -> int:
+        engine.take_spared()
+        engine.generate(later, seeds, PLAIN)
+        return engine.take_spared().tokens
+
+    engine = MegatronEngine(learner, max_sequences=1000)
+    none = spared(engine)
+    engine.generate(asked, seeds, CONTINUED)
+    assert spared(engine) > none
+    engine.publish(1)
+    assert spared(engine) == none
+    engine.generate(asked, seeds, CONTINUED)
+    kept = learner.snapshot()
+    try:
+        with torch.no_grad():
+            learner.parameters()[0].mul_(0.5)
+        assert spared(engine) == none
+        got = engine.generate(later, seeds, PLAIN)
+        want = MegatronEngine(learner, max_sequences=1000).generate(later, seeds, PLAIN)
+        for a, b in zip(got, want, strict=True):
+            same(a, b)
+    finally:
+        with torch.no_grad():
+            for p, old in zip(learner.parameters(), kept, strict=True):
+                p.copy_(old)
+
+
+def test_no_more_sequences_are_held_than_are_decoded_together(learner: MegatronLearner) -> None:
+    asked = prompts(20)
+    seeds = list(range(20))
+    engine = MegatronEngine(learner, max_sequences=8)
+    answers = engine.generate(asked, seeds, CONTINUED)
+    assert engine._held is not None and len(engine._held) == 8
+    later = continuations(asked, answers)
+    again = list(range(len(later)))
+    want = MegatronEngine(learner, max_sequences=1000).generate(later, again, PLAIN)
+    for a, b in zip(engine.generate(later, again, PLAIN), want, strict=True):
+        same(a, b)
+
+
 def test_wrong_use_says_what_to_change(engine: MegatronEngine) -> None:
     with pytest.raises(ValueError, match="got 2 seeds for 1 prompts"):
         engine.generate(prompts(1), [1, 2], PLAIN)

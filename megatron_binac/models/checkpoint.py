@@ -547,6 +547,13 @@ def point_latest(target: Path) -> None:
     manifest.flush_folder(target.parent)
 
 
+def drop_old(folder: Path, keep: int, keep_best: int = 0) -> None:
+    """Delete what a kill amid a `save` has left: drafts, and checkpoints beyond those it keeps."""
+    for draft in folder.glob(".*.draft"):
+        shutil.rmtree(draft, ignore_errors=True)
+    _prune(folder, Kept(newest=keep, best=keep_best))
+
+
 def _prune(folder: Path, kept: Kept) -> None:
     steps = [name for name in _complete(folder) if name != FIRST]
     scores = {name: score for name in steps if (score := _score(folder / name)) is not None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -348,8 +347,7 @@ def _build_run(
     if background is not None:
         run.settle = background.settle
     if is_writer:
-        for draft in folder.glob(".*.draft"):
-            shutil.rmtree(draft, ignore_errors=True)
+        checkpoint.drop_old(folder, config.keep_checkpoints, config.keep_best)
     if path is None:
         save(0)
     else:

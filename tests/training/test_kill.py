@@ -161,6 +161,7 @@ def _half(rmtree: Any, before: Any) -> Any:
     [
         ("before a draft gets its name", 3),
         ("before an old checkpoint is dropped", 4),
+        ("before an old checkpoint is dropped", NUM_STEPS + 1),
         ("amid deleting an old checkpoint", 1),
         ("before the row", 4),
         ("between the row and the checkpoint", 1),

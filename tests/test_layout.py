@@ -25,6 +25,7 @@ FLOORS: list[tuple[int, tuple[str, ...]]] = [
     (2, ("kernels.*", "kernels")),
     (3, ("models.*", "models", "rollout.engine", "rollout.scripted_engine", "rollout.refit")),
     (3, ("rollout.sampling", "rollout.critics", "rollout.http_critic")),
+    (3, ("rollout.judging",)),
     (4, ("rollout.vllm_engine", "rollout.megatron_engine", "rollout.play", "rollout.batch")),
     (4, ("rollout.hf_engine",)),
     (5, ("rollout.*", "rollout", "objectives.*", "objectives")),

@@ -8,7 +8,7 @@ token is drawn, and only then replaced where the record says that the answer end
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -74,13 +74,17 @@ class RecordedEngine(MegatronEngine):
         self._ends: dict[int, int] = {}
 
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[np.ndarray],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        ended: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         pool = self.lengths.get(self.kind, [sampling.max_tokens])
         self._ends = {
             int(seed): min(pool[i % len(pool)], sampling.max_tokens) for i, seed in enumerate(seeds)
         }
-        return super().generate(prompts, seeds, sampling)
+        return super().generate(prompts, seeds, sampling, ended)
 
     def _choose(
         self, logits_BV: Tensor | None, seeds_B: np.ndarray, step: int, sampling: Sampling

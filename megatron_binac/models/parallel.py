@@ -76,6 +76,16 @@ class Groups:
         return self.collection.dp.size()
 
     @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.config.tp * self.config.pp
+
+    @property
+    def replica_rank(self) -> int:
+        """Place among them."""
+        return self.pp_rank * self.config.tp + self.tp_rank
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.config.pp - 1
 

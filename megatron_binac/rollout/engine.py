@@ -18,6 +18,10 @@ class Engine(Protocol):
     complete list back, in order. A sample depends on its prompt, its seed and the weights, not on
     what it is batched with. One prompt that fails gives a completion with finish "failed", never
     an exception for all.
+
+    An engine whose `tells_endings` is True takes `ended` as well, a function of a prompt's number
+    and its completion, and calls it as soon as an answer is there: once for each answer, on a rank
+    of the engine's choice.
     """
 
     version: int

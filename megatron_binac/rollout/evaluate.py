@@ -7,6 +7,7 @@ N cases: the held-out prompts, each `samples` times.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_binac.algo import metrics
 from megatron_binac.config import Config
 from megatron_binac.rollout.batch import row
+from megatron_binac.rollout.judging import Judging
 from megatron_binac.rollout.play import Players, Seed, seeds_of
 from megatron_binac.types import Prompt, Sampling, TrainSequence, Turn, TurnKind
 
@@ -68,13 +70,21 @@ class _Cases:
         self.prompts = [p for p in prompts_P for _ in range(samples)]
         self.seed: Seed = seeds_of(config.seed, EVAL_STEP)
         self.score: Score | None = None
+        self._stack = ExitStack()
+        self._judged: list[tuple[Judging, list[Turn]]] = []
 
     def _speak(self, kind: TurnKind, contexts: list[list[int]], tag: str) -> list[Turn]:
-        turns = self.players.speak(
-            self.players.actor, kind, contexts, self._seeds(kind, tag), self._sampling(kind)
-        )
-        self.players.grade(self.prompts, turns)
+        """Turns whose grades come with `_grade`."""
+        judging = self._stack.enter_context(Judging(self.players.task))
+        seeds, sampling = self._seeds(kind, tag), self._sampling(kind)
+        turns = self.players.answers(judging, kind, self.prompts, contexts, seeds, sampling)
+        self._judged.append((judging, turns))
         return turns
+
+    def _grade(self) -> None:
+        for judging, turns in self._judged:
+            self.players.grade(judging, self.prompts, turns)
+        self._judged.clear()
 
     def _criticise(self, attempts: list[Turn]) -> list[Turn]:
         return self.players.feedback(
@@ -98,14 +108,17 @@ class _Cases:
         return self._speak("revision", contexts, tag)
 
     def measure(self) -> dict[str, float]:
+        with self._stack:
+            return self._measure()
+
+    def _measure(self) -> dict[str, float]:
         players = self.players
         attempts = self._speak(
             "attempt", [players.template.attempt_ids(p) for p in self.prompts], ""
         )
-        out = self._accuracy("acc_t1", attempts)
-        out["num_failed"] = float(sum(t.failed for t in attempts))
         if not players.has_critic:
-            return out
+            self._grade()
+            return self._first(attempts)
         feedbacks = self._criticise(attempts)
         words = [players.spoken(z.ids) for z in feedbacks]
         # The same seeds for every kind of feedback: what differs is the feedback alone.
@@ -113,15 +126,18 @@ class _Cases:
         shift = self.samples * (1 + len(self.prompts) // self.samples // 2)
         shuffled = self._revise(attempts, words[shift:] + words[:shift], "")
         none = self._revise(attempts, [[] for _ in words], "")
-        out |= self._accuracy("acc_t2", revisions)
-        out |= self._accuracy("acc_t2_shuffled", shuffled)
-        out["acc_t2_none"] = _mean(none)
         oracle_feedback = getattr(players.task, "oracle_feedback", None)
         if oracle_feedback is not None:
             texts = [
                 oracle_feedback(p, y.text) for p, y in zip(self.prompts, attempts, strict=True)
             ]
             oracle = self._revise(attempts, [players.tokenizer.encode(t) for t in texts], "")
+        self._grade()
+        out = self._first(attempts)
+        out |= self._accuracy("acc_t2", revisions)
+        out |= self._accuracy("acc_t2_shuffled", shuffled)
+        out["acc_t2_none"] = _mean(none)
+        if oracle_feedback is not None:
             out["acc_t2_oracle"] = _mean(oracle)
             out["feedback_matches_oracle"] = sum(
                 z.text == t for z, t in zip(feedbacks, texts, strict=True)
@@ -147,6 +163,11 @@ class _Cases:
         if self.score is not None:
             out["reliance"] = self._reliance(self.score, attempts, revisions)
         return out
+
+    def _first(self, attempts: list[Turn]) -> dict[str, float]:
+        """What the attempts alone say."""
+        failed = float(sum(t.failed for t in attempts))
+        return self._accuracy("acc_t1", attempts) | {"num_failed": failed}
 
     def _reliance(self, score: Score, attempts: list[Turn], revisions: list[Turn]) -> float:
         """Log-prob of the revisions with the feedback in sight less that without it, a mean."""

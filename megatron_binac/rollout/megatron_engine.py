@@ -12,7 +12,7 @@ tokens of a pass, V vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from megatron_binac.types import Completion, Sampling
 
 class MegatronEngine:
     """Samples from a `MegatronLearner` in place: no weight is copied, so none can be stale."""
+
+    tells_endings = True
 
     def __init__(self, learner: MegatronLearner, *, max_sequences: int) -> None:
         self.learner, self.max_sequences = learner, max_sequences
@@ -61,7 +63,11 @@ class MegatronEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[np.ndarray],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        ended: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
         if len(prompts) != len(seeds):
@@ -90,8 +96,14 @@ class MegatronEngine:
         mine: list[tuple[np.ndarray, np.ndarray]] = []
         for start in range(first, last, self.max_sequences):
             stop = min(start + self.max_sequences, last)
+
+
+            def tell(i: int, ids: np.ndarray, logprobs: np.ndarray, start: int = start) -> None:
+                if ended is not None and i % groups.replica_size == groups.replica_rank:
+                    ended(start + i, self._completion(ids, logprobs, sampling))
+
             mine += self._sample(
-                prompts[start:stop], np.asarray(seeds[start:stop], np.uint64), sampling
+                prompts[start:stop], np.asarray(seeds[start:stop], np.uint64), sampling, tell
             )
         rows = _share(mine, len(prompts), sampling.max_tokens, groups.collection.dp)
         return [self._completion(ids, logprobs, sampling) for ids, logprobs in rows]
@@ -103,9 +115,13 @@ class MegatronEngine:
         )
 
     def _sample(
-        self, prompts: Sequence[np.ndarray], seeds_B: np.ndarray, sampling: Sampling
+        self,
+        prompts: Sequence[np.ndarray],
+        seeds_B: np.ndarray,
+        sampling: Sampling,
+        tell: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids, log-probs) of each prompt of this replica."""
+        """(ids, log-probs) of each prompt of this replica, which `tell` gets as they end."""
         device = cpu.device()
         index: dict[bytes, int] = {}
         which = np.asarray([index.setdefault(p.tobytes(), len(index)) for p in prompts])
@@ -151,6 +167,9 @@ class MegatronEngine:
             rows = live[going]
             ids[rows, step], logprobs[rows, step] = token_B[going], logprob_B[going]
             taken[rows] = step + 1
+            goes_on = (token_B != sampling.stop_id) & (step + 1 < sampling.max_tokens)
+            for i in live[going & ~goes_on].tolist():
+                tell(i, ids[i, : taken[i]], logprobs[i, : taken[i]])
             going &= token_B != sampling.stop_id
             if step + 1 == sampling.max_tokens or not going.any():
                 break

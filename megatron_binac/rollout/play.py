@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_binac.algo.bilevel import choose_attempts
 from megatron_binac.algo.prompts import Template
@@ -20,11 +19,14 @@ from megatron_binac.config import RolloutConfig
 from megatron_binac.first_rank import on_first
 from megatron_binac.rollout.critics import TextCritic
 from megatron_binac.rollout.engine import Engine
+from megatron_binac.rollout.judging import Judging, shared_out
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks.base import Cursor, Task, for_critic
-from megatron_binac.tasks.grading import grade_all
 from megatron_binac.tokenizer import Tokenizer
 from megatron_binac.types import Completion, Grade, Prompt, Sampling, Tree, Turn, TurnKind
+
+Ended = Callable[[int, Completion], None]
+"""Called with the number of a context and its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +76,12 @@ class Players:
         contexts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         sampling: Sampling,
+        ended: Ended | None = None,
     ) -> list[Turn]:
-        """One turn per context, in order."""
+        """One turn per context, in order; `ended` is for engines that tell endings."""
         prompts = [np.asarray(ids, np.int32) for ids in contexts]
-        answers = engine.generate(prompts, seeds, sampling)
+        told: dict[str, Any] = {} if ended is None else {"ended": ended}
+        answers = engine.generate(prompts, seeds, sampling, **told)
         return [self._turn(kind, p, a) for p, a in zip(prompts, answers, strict=True)]
 
     def _turn(self, kind: TurnKind, prompt_ids: np.ndarray, answer: Completion) -> Turn:
@@ -127,25 +131,50 @@ class Players:
         out = [int(i) for i in ids]
         return out[:-1] if out and out[-1] == self.tokenizer.end_id else out
 
-    def grade(self, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> None:
-        """Set `turn.grade` of each turn; ranks share the work out, equal answers are judged
-        once."""
-        keys = [(p.id, t.text) for p, t in zip(prompts, turns, strict=True)]
-        first: dict[tuple[str, str], int] = {}
-        for i, (key, turn) in enumerate(zip(keys, turns, strict=True)):
-            if not turn.failed:  # it has no text, as an empty answer has, which is judged
-                first.setdefault(key, i)
-        todo = list(first.values())
-        pairs = [(prompts[i], turns[i].text) for i in todo]
-        grades = shared_out(lambda mine: grade_all(self.task, mine), pairs)
-        judged = {keys[i]: grade for i, grade in zip(todo, grades, strict=True)}
-        for key, turn in zip(keys, turns, strict=True):
+    def hand_in(self, judging: Judging, owners: Sequence[Prompt]) -> Ended | None:
+        """What an engine that tells endings calls; None where it would help nothing."""
+        if not judging.runs_apart:
+            return None
+
+        def ended(i: int, answer: Completion) -> None:
+            if answer.finish != "failed":
+                judging.hand_in(owners[i], self.tokenizer.decode(self.spoken(answer.ids)))
+
+        return ended
+
+    def answers(
+        self,
+        judging: Judging,
+        kind: TurnKind,
+        owners: Sequence[Prompt],
+        contexts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Turn]:
+        """The actor's turns on its contexts, whose grades may be on their way; `grade` sets
+        them."""
+        ended = self.hand_in(judging, owners)
+        tells = ended is not None and getattr(self.actor, "tells_endings", False)
+        turns = self.speak(self.actor, kind, contexts, seeds, sampling, ended if tells else None)
+        if not tells:
+            judging.share_out(_answered(owners, turns))
+        return turns
+
+    def grade(self, judging: Judging, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> None:
+        """Set `turn.grade` of each turn."""
+        grades = iter(judging.finish(_answered(prompts, turns)))
+        for turn in turns:
             if turn.failed:
                 turn.grade = Grade(
                     score=0.0, parsed=None, reason="the engine gave no answer", failed=True
                 )
             else:
-                turn.grade = judged[key]
+                turn.grade = next(grades)
+
+
+def _answered(prompts: Sequence[Prompt], turns: Sequence[Turn]) -> list[tuple[Prompt, str]]:
+    """What there is to judge: a turn that failed has no text, as an empty answer has."""
+    return [(p, t.text) for p, t in zip(prompts, turns, strict=True) if not t.failed]
 
 
 def shown_to_critic(
@@ -159,23 +188,6 @@ def shown_to_critic(
     seen = shared_out(lambda mine: [for_critic(task, p, text) for p, text in mine], distinct)
     found = {(p.id, text): shown for (p, text), shown in zip(distinct, seen, strict=True)}
     return [found[p.id, text] for p, text in pairs]
-
-
-Item = TypeVar("Item")
-Found = TypeVar("Found")
-
-
-def shared_out(work: Callable[[list[Item]], list[Found]], items: list[Item]) -> list[Found]:
-    """`work` on a share of the items by each rank; all results in order, on every rank.
-
-    What a verifier finds may depend on the clock: ranks must not each find their own.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work(items)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    parts: list[list[Found]] = [[] for _ in range(world)]
-    dist.all_gather_object(parts, work(items[rank::world]))
-    return [parts[i % world][i // world] for i in range(len(items))]
 
 
 def _say_once(
@@ -213,14 +225,16 @@ def attempt(
     """A tree per prompt with its G graded attempts."""
     contexts = [players.template.attempt_ids(p) for p in prompts_P]
     owners = [p for p in prompts_P for _ in range(rollout.attempts)]
-    attempts = players.speak(
-        players.actor,
-        "attempt",
-        [c for c in contexts for _ in range(rollout.attempts)],
-        [seed(p, "attempt", g) for p in prompts_P for g in range(rollout.attempts)],
-        players.sampling(rollout, "attempt", continued=rollout.criticised > 0),
-    )
-    players.grade(owners, attempts)
+    with Judging(players.task) as judging:
+        attempts = players.answers(
+            judging,
+            "attempt",
+            owners,
+            [c for c in contexts for _ in range(rollout.attempts)],
+            [seed(p, "attempt", g) for p in prompts_P for g in range(rollout.attempts)],
+            players.sampling(rollout, "attempt", continued=rollout.criticised > 0),
+        )
+        players.grade(judging, owners, attempts)
     return [
         Tree(prompt=p, attempts=attempts[i * rollout.attempts : (i + 1) * rollout.attempts])
         for i, p in enumerate(prompts_P)
@@ -334,10 +348,10 @@ def revise(
                 owners += [tree.prompt] * rollout.revisions
     sampled = []
     if contexts:
-        sampled = players.speak(
-            players.actor, "revision", contexts, seeds, players.sampling(rollout, "revision")
-        )
-    players.grade(owners, sampled)
+        with Judging(players.task) as judging:
+            sampling = players.sampling(rollout, "revision")
+            sampled = players.answers(judging, "revision", owners, contexts, seeds, sampling)
+            players.grade(judging, owners, sampled)
     turns = iter(sampled)
     for tree in trees:
         grown = [

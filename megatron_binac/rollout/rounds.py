@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +22,10 @@ import torch.distributed as dist
 
 from megatron_binac.first_rank import on_first
 from megatron_binac.rollout.engine import Engine
-from megatron_binac.rollout.play import shared_out, shown_to_critic
+from megatron_binac.rollout.judging import Judging
+from megatron_binac.rollout.play import shown_to_critic
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks.base import Task
-from megatron_binac.tasks.grading import grade_all
 from megatron_binac.tokenizer import Tokenizer
 from megatron_binac.types import Completion, Grade, Prompt, Sampling, Split
 
@@ -243,7 +244,19 @@ def play_chains(
     cases: Sequence[tuple[Prompt, int]],
     settings: RoundSettings,
 ) -> list[Item]:
-    """All rounds of some (problem, sample) pairs, graded."""
+    """All rounds of some (problem, sample) pairs, graded while the next round is sampled."""
+    with ExitStack() as stack:
+        return _play_chains(stack, actor, critic, task, cases, settings)
+
+
+def _play_chains(
+    stack: ExitStack,
+    actor: Seat,
+    critic: Seat | None,
+    task: Task,
+    cases: Sequence[tuple[Prompt, int]],
+    settings: RoundSettings,
+) -> list[Item]:
     prompts = [p for p, _ in cases]
     items: list[Item] = [
         {"id": p.id, "sample": s, "gold": p.gold, "answers": [], "feedbacks": [], "shortened": 0}
@@ -259,9 +272,19 @@ def play_chains(
             item["shortened"] += template.num_truncated - before
         return out
 
+    judged: list[tuple[Judging, list[Completion]]] = []
+
+    def answer_all(contexts: list[list[int]], t: int) -> list[Completion]:
+        """Answers, noted and being judged."""
+        judging = stack.enter_context(Judging(task))
+        answers = _speak(actor, contexts, cases, settings, "answer", t)
+        _note_answers(items, actor, answers)
+        judging.share_out(_answered(items, prompts, answers, t))
+        judged.append((judging, answers))
+        return answers
+
     contexts = ask(actor.template, actor.template.attempt_ids, [(p,) for p in prompts])
-    answers = _speak(actor, contexts, cases, settings, "answer", 0)
-    _note_answers(items, prompts, actor, answers, task)
+    answers = answer_all(contexts, 0)
     for t in range(1, settings.rounds + 1):
         assert critic is not None
         said = [actor.spoken(c) for c in answers]
@@ -283,8 +306,9 @@ def play_chains(
         ]
         rows = zip(prompts, said, heard, strict=True)
         contexts = ask(actor.template, actor.template.revision_ids, rows)
-        answers = _speak(actor, contexts, cases, settings, "answer", t)
-        _note_answers(items, prompts, actor, answers, task)
+        answers = answer_all(contexts, t)
+    for t, (judging, answers) in enumerate(judged):
+        _note_grades(items, answers, judging.finish(_answered(items, prompts, answers, t)), t)
     return items
 
 
@@ -320,39 +344,28 @@ def _facts(completion: Completion) -> dict[str, Any]:
     return {"tokens": len(completion.ids), "finish": completion.finish}
 
 
-def _note_answers(
-    items: list[Item],
-    prompts: Sequence[Prompt],
-    actor: Seat,
-    answers: Sequence[Completion],
-    task: Task,
+def _note_answers(items: list[Item], actor: Seat, answers: Sequence[Completion]) -> None:
+    blank = {"parsed": None, "score": 0.0, "failed": True, "reason": "the engine gave no answer"}
+    for item, answer in zip(items, answers, strict=True):
+        text = actor.tokenizer.decode(actor.spoken(answer))
+        item["answers"].append({"text": text, **blank, **_facts(answer)})
+
+
+def _answered(
+    items: list[Item], prompts: Sequence[Prompt], answers: Sequence[Completion], t: int
+) -> list[tuple[Prompt, str]]:
+    """What there is to judge of round t."""
+    return [
+        (prompt, item["answers"][t]["text"])
+        for item, prompt, answer in zip(items, prompts, answers, strict=True)
+        if answer.finish != "failed"
+    ]
+
+
+def _note_grades(
+    items: list[Item], answers: Sequence[Completion], grades: Sequence[Grade], t: int
 ) -> None:
-    texts = [actor.tokenizer.decode(actor.spoken(c)) for c in answers]
-    lost = Grade(score=0.0, parsed=None, reason="the engine gave no answer", failed=True)
-    todo = [i for i, c in enumerate(answers) if c.finish != "failed"]
-    graded = _graded(task, [(prompts[i], texts[i]) for i in todo])
-    grades = dict(zip(todo, graded, strict=True))
-    for i, (item, text, answer) in enumerate(zip(items, texts, answers, strict=True)):
-        g = grades.get(i, lost)
-        item["answers"].append(
-            {
-                "text": text,
-                "parsed": g.parsed,
-                "score": g.score,
-                "failed": g.failed,
-                "reason": g.reason,
-                **_facts(answer),
-            }
-        )
-
-
-def _graded(task: Task, pairs: list[tuple[Prompt, str]]) -> list[Grade]:
-    """Grades in order; equal answers are judged once, and ranks share the work out."""
-    places: dict[tuple[str, str], int] = {}
-    distinct = []
-    for prompt, text in pairs:
-        if (prompt.id, text) not in places:
-            places[prompt.id, text] = len(distinct)
-            distinct.append((prompt, text))
-    grades = shared_out(lambda mine: grade_all(task, mine), distinct)
-    return [grades[places[p.id, text]] for p, text in pairs]
+    judged = [item for item, a in zip(items, answers, strict=True) if a.finish != "failed"]
+    for item, grade in zip(judged, grades, strict=True):
+        for name in ("parsed", "score", "failed", "reason"):
+            item["answers"][t][name] = getattr(grade, name)

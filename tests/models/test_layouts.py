@@ -254,7 +254,16 @@ def generated(learner: MegatronLearner, *, greedy: bool) -> dict[str, Any]:
         max_tokens=12, stop_id=STOP, temperature=TEMPERATURE, greedy=greedy, continued=True
     )
     asked = prompts()
-    answers = engine.generate(asked, list(range(len(asked))), sampling)
+    told: list[tuple[int, list[int]]] = []
+    answers = engine.generate(
+        asked, list(range(len(asked))), sampling, lambda i, a: told.append((i, a.ids.tolist()))
+    )
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, told)
+    # Each answer is told once, on one of the ranks that sampled it.
+    assert sorted(pair for part in every for pair in part) == [
+        (i, a.ids.tolist()) for i, a in enumerate(answers)
+    ]
     # Prompts that go on from there, some of them from what the engine still holds.
     later = [np.concatenate([p, a.ids[:3], p[:2]]) for p, a in zip(asked, answers, strict=True)]
     further = engine.generate(

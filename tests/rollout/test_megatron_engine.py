@@ -263,6 +263,17 @@ def test_publish_sets_the_version_and_weights_are_never_stale(learner: MegatronL
     assert [c.ids.tolist() for c in again] == [c.ids.tolist() for c in before]
 
 
+def test_answers_are_told_as_they_end(engine: MegatronEngine) -> None:
+    asked = prompts(40)
+    told: list[tuple[int, Completion]] = []
+    answers = engine.generate(asked, list(range(40)), PLAIN, lambda i, a: told.append((i, a)))
+    lengths = [len(answer.ids) for _, answer in told]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 5
+    assert sorted(i for i, _ in told) == list(range(40))
+    for i, answer in told:
+        same(answer, answers[i])
+
+
 CONTINUED = replace(PLAIN, continued=True)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_binac import packing
-from megatron_binac.models.prefix_batches import PrefixBatches
+from megatron_binac.models.prefix_batches import PrefixBatches, take_rows
 
 Pair = tuple[Tensor, Tensor]
 
@@ -48,7 +48,9 @@ class KVCache:
 
     def lay_out(self, slots_BC: Tensor) -> None:
         """Give each sequence a row of its own; what lies behind its prompt is overwritten."""
-        self.layers = {n: (k[slots_BC], v[slots_BC]) for n, (k, v) in self.layers.items()}
+        self.layers = {
+            n: (take_rows(k, slots_BC), take_rows(v, slots_BC)) for n, (k, v) in self.layers.items()
+        }
 
     def write(
         self, layer: int, rows_B: Tensor, positions_B: Tensor, key_BKH: Tensor, value_BKH: Tensor
@@ -60,7 +62,10 @@ class KVCache:
 
     def select(self, rows_B: Tensor) -> None:
         """Keep these rows, in this order."""
-        self.layers = {n: (k[rows_B], v[rows_B]) for n, (k, v) in self.layers.items()}
+        self.layers = {
+            n: (k.index_select(0, rows_B), v.index_select(0, rows_B))
+            for n, (k, v) in self.layers.items()
+        }
 
 
 class HeldRows:

@@ -111,9 +111,9 @@ class PrefixBatches:
         for batch in self.batches:
             bias = batch.bias_S1nm
             mixed = F.scaled_dot_product_attention(
-                _take(query, batch.queries_Sn),
-                _take(key, batch.keys_Sm),
-                _take(value, batch.keys_Sm),
+                take_rows(query, batch.queries_Sn).transpose(1, 2),
+                take_rows(key, batch.keys_Sm).transpose(1, 2),
+                take_rows(value, batch.keys_Sm).transpose(1, 2),
                 attn_mask=None if bias is None else bias.to(query.dtype),
                 is_causal=bias is None,
                 scale=scale,
@@ -124,10 +124,10 @@ class PrefixBatches:
         return torch.cat(parts).index_select(0, self.places_U)
 
 
-def _take(tokens: Tensor, rows_Sn: Tensor) -> Tensor:
-    """[T, heads, H] -> [S, heads, n, H]; `index_select`, whose gradient is one plain addition."""
-    rows = tokens.index_select(0, rows_Sn.flatten())
-    return rows.unflatten(0, rows_Sn.shape).transpose(1, 2)
+def take_rows(tokens: Tensor, rows_Sn: Tensor) -> Tensor:
+    """[T, heads, H] -> [S, n, heads, H] by `index_select`: a plain copy of rows, and its gradient a
+    plain addition."""
+    return tokens.index_select(0, rows_Sn.flatten()).unflatten(0, rows_Sn.shape)
 
 
 def _runs(layout: PrefixLayout) -> list[_Run]:

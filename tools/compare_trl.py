@@ -1,10 +1,12 @@
 """One GRPO step here and one of TRL's GRPOTrainer, side by side on this CPU.
 
 Both train the same Llama-shaped model (quickstart's actor, 2 layers of 128) from fresh weights, on
-as many prompts of as many tokens, with the same group size, a KL to a frozen reference, Adam, and
+the same prompts as token ids, with the same group size, a KL to a frozen reference, Adam, and
 completions of exactly --tokens tokens each; one optimizer step a batch. A useful token is a sampled
-token that was trained on. Both sides have the same number of threads. Rates are by wall-clock time
-and by the process's CPU time: on one thread of a busy machine the second is what an idle one shows.
+token that was trained on. Both sides have the same number of threads, and each its own process, one
+after the other; a ratio is of one run to the other side's run of the same number. Rates are by
+wall-clock time and by the process's CPU time: on one thread of a busy machine the second is what an
+idle one shows.
 
 Needs beside this package: pip install trl==1.16.0 transformers datasets accelerate tokenizers
 
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = 7
-VOCAB = 320
+VOCAB = 283  # pieces of the quickstart's tokenizer
 SIDES = ("binac", "trl")
 
 
@@ -94,6 +96,7 @@ def run_binac(args: argparse.Namespace) -> dict[str, Any]:
         load = workload.build("quickstart_grpo", config, Path(folder))
     load.players.actor.lengths = {"attempt": [args.tokens]}  # type: ignore[attr-defined]
     learner = load.learners["actor"]
+    asked: list[list[int]] = []
     watch = Stopwatch()
     grow = watch.timed(play, "sample and grade")
     credit = watch.timed(actor_turns, "credit and packing")
@@ -115,7 +118,9 @@ def run_binac(args: argparse.Namespace) -> dict[str, Any]:
         lengths = {len(turn.ids) for turn in turns}
         assert lengths == {args.tokens}, f"completions of {lengths} tokens"
         assert len(turns[0].prompt_ids) == PROMPT_TOKENS, len(turns[0].prompt_ids)
-    return {"steps": steps, "seconds": watch.seconds}
+        asked += [tree.attempts[0].prompt_ids.tolist() for tree in trees]
+    assert learner.vocab_size == VOCAB, learner.vocab_size
+    return {"steps": steps, "seconds": watch.seconds, "prompts": asked}
 
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
@@ -128,17 +133,15 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    words = {f"w{i}": i for i in range(VOCAB - 3)} | {"<pad>": VOCAB - 3, "<eos>": VOCAB - 2}
-    words["<unk>"] = VOCAB - 1
+    words = {f"w{i}": i for i in range(VOCAB)}
+    words |= {"<pad>": VOCAB, "<eos>": VOCAB + 1, "<unk>": VOCAB + 2}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    rows = [
-        {"prompt": " ".join(f"w{(7 * n + 31 * i) % 300}" for i in range(PROMPT_TOKENS))}
-        for n in range(args.prompts * (args.warmup + args.steps + 1))
-    ]
+    asked = json.loads(args.asked.read_text(encoding="utf-8"))
+    rows = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in asked]
     watch = Stopwatch()
     steps: list[tuple[float, float]] = []
 
@@ -157,7 +160,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=384,
+                vocab_size=len(words),
                 hidden_size=128,
                 intermediate_size=336,
                 num_hidden_layers=2,
@@ -165,8 +168,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
                 num_key_value_heads=2,
                 max_position_embeddings=PROMPT_TOKENS + args.tokens + 16,
                 tie_word_embeddings=False,
-                pad_token_id=VOCAB - 3,
-                eos_token_id=VOCAB - 2,
+                pad_token_id=VOCAB,
+                eos_token_id=VOCAB + 1,
                 bos_token_id=None,
             )
         )
@@ -237,11 +240,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     useful = args.tokens * args.prompts * args.group
     found: dict[str, Any] = {}
     for side in SIDES:
-        command = [sys.executable, __file__, "--side", side, *map(str, own)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-        if done.returncode:
-            raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
-        runs = json.loads(done.stdout.splitlines()[-1])
+        runs = _run_side(side, own, env, found)
         rates = [
             [useful / statistics.median(step[clock] for step in run["steps"]) for run in runs]
             for clock in (0, 1)
@@ -254,6 +253,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         share = {k: statistics.median(one.get(k, 0.0) for one in shares) for k in labels}
         share["everything else"] = 1.0 - sum(share.values())
         found[side] = {"wall": rates[0], "cpu": rates[1], "share_of_cpu_time": share}
+        if "prompts" in runs[0]:
+            found[side]["prompts"] = runs[0]["prompts"]
     result: dict[str, Any] = {key: getattr(args, key) for key in ("prompts", "group", "tokens")}
     result |= {"threads": args.threads, "useful_tokens_per_second": found}
     for clock in ("wall", "cpu"):
@@ -267,9 +268,26 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _run_side(
+    side: str, own: list[Any], env: dict[str, str], found: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The runs of one side in a process of its own; the second is asked what the first was."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--side", side, *map(str, own)]
+        if found:
+            asked = Path(folder) / "asked.json"
+            asked.write_text(json.dumps(found[SIDES[0]].pop("prompts")), encoding="utf-8")
+            command += ["--asked", str(asked)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=SIDES, help="one side alone, its result as JSON")
+    parser.add_argument("--asked", type=Path, help="JSON with prompts as ids, for the side trl")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)

@@ -111,14 +111,16 @@ def rollout_phase(meter: Meter, step: int) -> list[Tree]:
     """Attempts, feedbacks and revisions of one step, graded."""
     load = meter.load
     prompts = load.cursor.take(load.config.rollout.prompts_per_step)
-    trees = meter.phase("play", lambda: play(load.players, prompts, load.config.rollout, step))
-    count_sampling(meter, "play", trees)
-    return trees
+    return meter.phase("play", lambda: play(load.players, prompts, load.config.rollout, step))
 
 
-def count_sampling(meter: Meter, phase: str, trees: list[Tree], *, probes: bool = False) -> None:
-    """FLOPs of sampling by role. What it needs reads each prompt whole; what it runs reads what
-    prompts begin with alike once, and not again what the engine still holds."""
+def count_sampling(
+    meter: Meter, phase: str, trees: list[Tree], *, probes: bool = False
+) -> tuple[int, int]:
+    """FLOPs of sampling by role; tokens that have to go through the layers, and how many did not.
+    What it needs reads each different prompt whole; what it runs reads what prompts begin with
+    alike once, and not again what the engine still holds."""
+    needed = left_out = 0
     for role, work in sampling_work(trees, probes=probes).items():
         if not work.tokens:
             continue
@@ -129,6 +131,8 @@ def count_sampling(meter: Meter, phase: str, trees: list[Tree], *, probes: bool 
         tokens, pairs = counts.tolist()
         executed = replace(work, tokens=work.tokens - tokens, pairs=work.pairs - pairs)
         meter.count(phase, role, work, executed, training=False)
+        needed, left_out = needed + work.tokens, left_out + tokens
+    return needed, left_out
 
 
 def train_phase(meter: Meter, phase: str, role: str, turns: list[Turn]) -> tuple[int, int]:
@@ -180,6 +184,7 @@ def one_step(meter: Meter, what: str, step: int, totals: list[dict[str, int]]) -
     began = {name: len(values) for name, values in meter.seconds.items()}
     trees = rollout_phase(meter, step)
     counts = {"generated": generated_tokens(trees), "trained": 0, "real": 0, "stored": 0}
+    counts["sampling"], counts["spared"] = count_sampling(meter, "play", trees)
 
     def learn(phase: str, role: str, turns: list[Turn]) -> None:
         learner, engine = load.learners[role], getattr(load.players, role)
@@ -194,7 +199,9 @@ def one_step(meter: Meter, what: str, step: int, totals: list[dict[str, int]]) -
         if trees[0].feedbacks and _trains(load.config, "critic"):
             if what == "step":
                 meter.phase("probe", lambda: replay(load.players, trees, rollout, step))
-                count_sampling(meter, "probe", trees, probes=True)
+                needed, left_out = count_sampling(meter, "probe", trees, probes=True)
+                counts["sampling"] += needed
+                counts["spared"] += left_out
                 counts["generated"] += generated_tokens(trees, probes=True)
             learn("lead", "critic", [t for tree in trees for t in tree.turns("feedback")])
     totals.append(counts)
@@ -342,6 +349,11 @@ def print_table(result: dict[str, Any]) -> None:
     )
     for name, rate in result["tokens_per_second"].items():
         console.print(f"{name}: {rate:,.0f} tokens/s")
+    tokens = result["tokens"]
+    console.print(
+        f"sampling: {tokens['spared']:,.0f} of {tokens['sampling']:,.0f} tokens of prompts and "
+        "answers were not computed (shared beginnings, held from before)"
+    )
     if "padding_share" in result:
         console.print(f"padding: {result['padding_share']:.2%} of the stored tokens")
     if "mfu" in result:

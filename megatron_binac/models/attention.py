@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from megatron_binac.models.kv_cache import KVCache
 from megatron_binac.models.prefix_attention import PrefixBlocks, prefix_attention
-from megatron_binac.models.prefix_batches import PrefixBatches
+from megatron_binac.models.prefix_batches import PrefixBatches, take_rows
 
 
 @dataclass
@@ -198,11 +198,12 @@ class PackedAttention(MegatronModule):
             packed.buckets = _buckets(packed.bounds, query.device)
         out = query.new_zeros(query.shape)
         for take, put in packed.buckets:
-            q, k, v = (x[take].transpose(1, 2) for x in (query, key, value))  # [S, heads, L, D]
+            # [S, heads, L, D]
+            q, k, v = (take_rows(x, take).transpose(1, 2) for x in (query, key, value))
             mixed = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=True
             )
-            rows = mixed.transpose(1, 2).flatten(0, 1)[put]
+            rows = mixed.transpose(1, 2).flatten(0, 1).index_select(0, put)
             out = out.index_copy(0, take.flatten()[put], rows)
         return out.flatten(1)
 

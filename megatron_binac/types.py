@@ -150,7 +150,7 @@ class TrainSequence:
 
     @property
     def num_targets(self) -> int:
-        return int(self.mask.sum())
+        return int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

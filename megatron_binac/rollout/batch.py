@@ -208,8 +208,8 @@ def row(
             credit = np.zeros(len(tokens), np.float32)
             credit[start:] = turn.token_advantages
         if with_logprobs:
-            logprobs = np.full(len(tokens), np.nan, np.float32)
-            logprobs[start:] = turn.logprobs
+            logprobs = np.empty(len(tokens), np.float32)
+            logprobs[:start], logprobs[start:] = np.nan, turn.logprobs
     return TrainSequence(
         ids=tokens,
         mask=mask,

@@ -281,18 +281,21 @@ def _share(
         return mine
     counts = [total * (r + 1) // size - total * r // size for r in range(size)]
     # One row: length, ids, log-probs. Doubles hold all three exactly.
-    block = torch.zeros(max(counts), 1 + 2 * max_tokens, dtype=torch.double, device=cpu.device())
-    for row, (ids, logprobs) in zip(block, mine, strict=False):
-        n = len(ids)
-        row[0] = n
-        row[1 : 1 + n] = torch.from_numpy(ids.astype(np.float64))
-        row[1 + max_tokens : 1 + max_tokens + n] = torch.from_numpy(logprobs.astype(np.float64))
-    blocks = [torch.empty_like(block) for _ in range(size)]
-    dist.all_gather(blocks, block, group=group)
+    block = np.zeros((max(counts), 1 + 2 * max_tokens))
+    own_ids, own_logprobs = block[:, 1 : 1 + max_tokens], block[:, 1 + max_tokens :]
+    if mine:
+        block[: len(mine), 0] = [len(ids) for ids, _ in mine]
+        filled = np.arange(max_tokens) < block[:, :1]
+        own_ids[filled] = np.concatenate([ids for ids, _ in mine])
+        own_logprobs[filled] = np.concatenate([logprobs for _, logprobs in mine])
+    here = torch.as_tensor(block, device=cpu.device())
+    blocks = [torch.empty_like(here) for _ in range(size)]
+    dist.all_gather(blocks, here, group=group)
     out = []
     for count, part in zip(counts, blocks, strict=True):
-        for row in part[:count].cpu().numpy():
-            n = int(row[0])
-            ids = row[1 : 1 + n].astype(np.int32)
-            out.append((ids, row[1 + max_tokens : 1 + max_tokens + n].astype(np.float32)))
+        rows = part[:count].cpu().numpy()
+        ids = rows[:, 1 : 1 + max_tokens].astype(np.int32)
+        logprobs = rows[:, 1 + max_tokens :].astype(np.float32)
+        lengths = rows[:, 0].astype(int).tolist()
+        out += [(ids[i, :n], logprobs[i, :n]) for i, n in enumerate(lengths)]
     return out

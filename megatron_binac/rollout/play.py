@@ -128,7 +128,7 @@ class Players:
 
     def spoken(self, ids: np.ndarray) -> list[int]:
         """The ids of a turn without the end token."""
-        out = [int(i) for i in ids]
+        out = ids.tolist()
         return out[:-1] if out and out[-1] == self.tokenizer.end_id else out
 
     def hand_in(self, judging: Judging, owners: Sequence[Prompt]) -> Ended | None:

@@ -515,8 +515,8 @@ class RolloutConfig:
     max_revision_tokens: int = 8
     """Longest answers, in tokens, the end token included."""
     max_sequences_per_batch: int = 1024
-    """Sequences decoded together on one data-parallel rank; bounds the KV cache, changes no
-    result."""
+    """Sequences decoded together on one data-parallel rank; bounds the KV cache, and as much again
+    that is held of attempts for their revisions; changes no result."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "attempts", "max_attempt_tokens", "max_feedback_tokens",

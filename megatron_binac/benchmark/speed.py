@@ -228,6 +228,9 @@ def summarise(
     mine = {name: statistics.median(values) for name, values in meter.seconds.items()}
     everyone: list[dict[str, float]] = [{} for _ in range(world)]
     dist.all_gather_object(everyone, mine)
+    busy: list[dict[str, float]] = [{} for _ in range(world)]
+    own = {name: statistics.median(values) for name, values in meter.cpu_seconds.items()}
+    dist.all_gather_object(busy, own)
     peaks: list[dict[str, int]] = [{} for _ in range(world)]
     dist.all_gather_object(peaks, meter.memory)
     peak = measured_peak_flops(meter.load.learners["actor"].config.precision)
@@ -245,7 +248,11 @@ def summarise(
             / statistics.fmean(e[name] for e in everyone),
         }
         if name in meter.cpu_seconds:
-            entry["cpu_seconds"] = statistics.median(meter.cpu_seconds[name])
+            entry["cpu_seconds"] = own[name]
+            if world > 1 and torch.get_num_threads() == 1:
+                # What a rank waits for: the pipeline's bubble, collectives, a core.
+                worked = sum(b[name] for b in busy) / sum(e[name] for e in everyone)
+                entry["idle_share"] = max(0.0, 1.0 - worked)
         if name in meter.model_flops and peak is not None:
             each, run = (
                 sum(table[name]) / len(values) for table in (meter.model_flops, meter.executed)
@@ -326,7 +333,7 @@ def print_table(result: dict[str, Any]) -> None:
     title = f"{result['benchmark']} {result['workload']}: {result['machine']}, "
     title += f"{result['ranks']} rank(s) of {result['threads']} thread(s)"
     table = Table(title=title, title_justify="left")
-    head = ["phase", "ms", "quartiles", "CPU ms", "share", "MFU %", "HFU %", "peak MiB"]
+    head = ["phase", "ms", "quartiles", "CPU ms", "idle", "share", "MFU %", "HFU %", "peak MiB"]
     head.append("slowest / mean")
     for name in head:
         table.add_column(name, justify="left" if name == "phase" else "right")
@@ -335,6 +342,7 @@ def print_table(result: dict[str, Any]) -> None:
         share = e["seconds"] * e["times_a_step"] / result["step_seconds"]
         row = [name, f"{1e3 * e['seconds']:.2f}", f"{1e3 * low:.2f} - {1e3 * high:.2f}"]
         row.append(f"{1e3 * e['cpu_seconds']:.2f}" if "cpu_seconds" in e else "")
+        row.append(f"{e['idle_share']:.1%}" if "idle_share" in e else "")
         row.append("" if name == "save" else f"{share:.1%}")
         row += [f"{100 * e[key]:.2f}" if key in e else "" for key in ("mfu", "hfu")]
         row.append(f"{e['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in e else "")

@@ -108,6 +108,16 @@ def test_a_step_is_counted_phase_by_phase(tmp_path: Path, share: bool) -> None:
     assert {"play", "follow", "probe", "lead", "refit"} <= names
 
 
+@pytest.mark.slow
+def test_a_pipeline_waits(tmp_path: Path) -> None:
+    """What a stage has to wait for is measured, and a phase that is not asked for is not."""
+    stages = ["actor.parallel.pp=2", "critic.train=false"]
+    for found in Job(2, run, "train", str(tmp_path), *stages).wait(280.0):
+        assert found["ranks"] == 2
+        assert 0.0 < found["phases"]["follow"]["idle_share"] < 1.0
+        assert "play" not in found["phases"]
+
+
 def test_wrong_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--repeats", "0"]) == 2
     assert "--repeats: got '0', expected an integer of 1 or more" in capsys.readouterr().err

@@ -62,6 +62,7 @@ def extract(text: str) -> tuple[str | None, str]:
         if inside is None:
             return None, "the last box is not closed"
         return _accept(inside, "box")
+    said = _BOLD.sub(r"\1", said)
     for pattern, how in _MARKS:
         found = pattern.findall(said)
         if found:
@@ -72,11 +73,15 @@ def extract(text: str) -> tuple[str | None, str]:
     return None, "no box and no marked answer"
 
 
+_BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^\n]*?[^\s*])\*\*(?![\w*])")
+"""Markdown's; the stars of `2**3` have digits beside them."""
 _MARKS = (
     (re.compile(r"^#{4}\s*(.+?)\s*$", re.MULTILINE), "####"),
     (
         re.compile(
-            r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?:\.\s|\.?$)",
+            r"\b(?:final\s+)?answer\s*(?:(?:is|(?:should|would|must|has\s+to)\s+be)"
+            r"(?:\s+(?:therefore|thus|then|simply|just|indeed))?\b|:)\s*:?\s*(.+?)"
+            r"\s*(?:,?\s(?:because|since)\b|\.\s|\.?$)",
             re.IGNORECASE | re.MULTILINE,
         ),
         "answer is",
@@ -119,7 +124,7 @@ _SIGNS = {
     "\u2208": r"\in ", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u221a": r"\sqrt ",
     "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2124": r"\mathbb{Z}", "\u211d": r"\mathbb{R}",
     "\u2205": r"\emptyset ", "\u00a2": r"\text{ cents}", "\u20ac": r"\text{ euros}",
-    "\u2248": r"\approx ", "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}",
+    "\u2248": r"\approx ", "\u00b2": "^2", "\u00b3": "^3", "\u2044": "/", "\u00a3": r"\pounds ",
 }  # fmt: skip
 _REPLACED: tuple[tuple[str, str], ...] = (
     # Order matters: new rows first, as they look like spaces; then spaces, sizes and fonts,
@@ -127,6 +132,8 @@ _REPLACED: tuple[tuple[str, str], ...] = (
     (r"\\\\(?:\[[0-9.]+ *(?:em|pt|ex|mm|cm)\])?", r"\\cr "),
     (r"\\[()\[\]]", " "),
     (r"\\!\s*", ""),
+    (r"\\(?:text)?color\b\s*\{[^{}]*\}|\\checkmark\b", ""),
+    (r"\\[hv]?phantom\b\s*\{[^{}]*\}", " "),
     (r"\\[,;:> ]|~|\\q?quad\b|\\hspace\{[^{}]*\}|\\ ", " "),
     (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?)\b\.?", " "),
     (r"\\(?:displaystyle|textstyle|limits|nolimits)\b", " "),
@@ -151,7 +158,12 @@ _REPLACED: tuple[tuple[str, str], ...] = (
     (r"\\text\s*\{\s*\}", " "),
     (r"\*\*(?=\S)(.*?\S)\*\*", r"\1"),
     (r"\*\*", "^"),
-    (r"(?<=[0-9])\{,\}(?=[0-9])", ","),
+    (r"(?<=[0-9])\{([,:])\}(?=[0-9])", r"\1"),
+    (r"(?<=[0-9])\{ +\}(?=[0-9])", " "),
+    (r"(?<=[0-9])\s*([ap])\.\s?m\b\.?", r" \1m"),
+    (r"\\div\b", "/"),
+    (r"^\{([^{}]+)\}\s*/\s*\{([^{}]+)\}$", r"\\frac{\1}{\2}"),
+    (r"^\{?([^{}]+)\\over\b([^{}]+)\}?$", r"\\frac{\1}{\2}"),
     (r"\\(?:approx|simeq)\b\s*", r"\\approx "),
 )
 _COMPILED = tuple(
@@ -163,6 +175,7 @@ def clean(text: str) -> str:
     """One spelling: no delimiters, spacing, sizes and fonts; braces around every argument."""
     out = unicodedata.normalize("NFC", text.strip())
     out = "".join(_SIGNS.get(sign, sign) for sign in out)
+    out = _VULGAR.sub(_fraction, out)
     # Digits of other scripts and of full width are the same digits.
     out = "".join(str(unicodedata.decimal(sign, sign)) for sign in out)
     if len(re.findall(r"(?<!\\)\$", out)) > 1:
@@ -178,6 +191,14 @@ def clean(text: str) -> str:
     out = re.sub(r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}", out)
     out = re.sub(r"\s+", " ", out).strip()
     return re.sub(r"(?<!\\)[.;,:]+$", "", out).strip()
+
+
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+
+
+def _fraction(found: re.Match[str]) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", found[0]).partition("\u2044")
+    return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def _plain_words(text: str) -> str:
@@ -213,12 +234,18 @@ def _without_spaces(found: re.Match[str]) -> str:
 _OPEN, _CLOSE = "([{", ")]}"
 _NAME = re.compile(
     r"(?:[a-zA-Z](?:_\{?\w+\}?)?'*|\\(?:[a-zA-Z]+)|\\text\{[^{}]*\}"
-    r"|[a-zA-Z]{2,}(?: [a-zA-Z]+){0,3})"
+    r"|[a-zA-Z]{2,}(?: [a-zA-Z]+){0,3}|\|[A-Z]+\||(?:m|\\text\{m\})?\s*\\angle\s*[A-Z]{1,3})"
     r"(?:\s*\(\s*\\?[\w, ]+\s*\))?"
 )
 _RELATIONS = re.compile(r"(\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|<|>)")
 _AND = re.compile(
     r"\\text\s*\{\s*(?:,?\s*and|,?\s*or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor|\\vee(?![a-zA-Z])|\\land"
+)
+_BOTH = re.compile(
+    r"\\text\s*\{\s*,?\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z])|\\land(?![a-zA-Z])"
+)
+_SET_OF = re.compile(
+    r"^\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?::|\\mid(?![a-zA-Z])|\|)(.*)\\\}$"
 )
 _LEAD = re.compile(
     r"^\s*(?:\\text\s*\{)?\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)?\s*:?\s*\}?\s*(?=\S)",
@@ -252,7 +279,15 @@ def _read(text: str) -> Shape:
     joined = _joined_thousands(text)
     parts = _split(_AND.sub(",", joined), ",;")
     if len(parts) > 1:
-        return _list(parts)
+        found = _list(parts)
+        if found.kind == "union" and _BOTH.search(joined):
+            # Both at once is what they have in common, and no union.
+            return Shape("list", found.parts)
+        return found
+    exact, _, rounded = (side.strip() for side in joined.partition(r"\approx"))
+    if exact and rounded:
+        # `x = 1/3 \approx 0.333` says 1/3, `x \approx 0.333` says 0.333.
+        return _read(f"{exact} = {rounded}" if _NAME.fullmatch(exact) else exact)
     text = joined
     pieces = _split_on(text, r"\cup")
     if len(pieces) > 1:
@@ -369,6 +404,11 @@ def _read_brackets(text: str) -> Shape | None:
     for opening, closing in ((r"\{", r"\}"), (r"\langle", r"\rangle")):
         if text.startswith(opening) and text.endswith(closing):
             inside = text[len(opening) : -len(closing)]
+            condition = _SET_OF.match(text)
+            if condition:
+                shape = _read(condition[2])
+                good = shape.kind in ("interval", "union")
+                return _named(shape, "") if good and _names_of(shape) == {condition[1]} else None
             if opening == r"\{" and ("|" in inside or r"\mid" in inside or ":" in inside):
                 return None
             items = _split(inside, ",")
@@ -382,6 +422,10 @@ def _read_brackets(text: str) -> Shape | None:
             return Shape("interval", parts, marks=text[0] + text[-1])
         return Shape("tuple", parts) if text[0] == "(" and text[-1] == ")" else None
     return None
+
+
+def _names_of(shape: Shape) -> set[str]:
+    return {part.name for part in shape.parts} if shape.kind == "union" else {shape.name}
 
 
 def _has_infinity(text: str) -> bool:
@@ -458,7 +502,8 @@ _UNITS: dict[str, str] = {
         "mile": "mi mile miles", "second": "s sec second seconds", "minute": "min minute minutes",
         "hour": "h hr hrs hour hours", "day": "day days", "week": "week weeks",
         "month": "month months", "year": "yr year years", "g": "g gram grams",
-        "kg": "kg kilogram kilograms", "mph": "mph", "pound": "lb lbs pound pounds",
+        "kg": "kg kilogram kilograms", "mile/hour": "mph", "km/hour": "kmh kph",
+        "pound": "lb lbs pound pounds",
         "ounce": "oz ounce ounces", "L": "l liter liters litre litres",
         "mL": "ml milliliter milliliters", "am": "am", "pm": "pm",
         "radian": "rad radian radians",
@@ -472,30 +517,48 @@ _UNIT_END = re.compile(
     r"(?:\s*\^\s*\{?\s*[0-9]\s*\}?)?)\.?$"
 )
 _HEDGE = re.compile(
-    r"\b(?:or|not|but|maybe|perhaps|else|unless|wrong|false|possibly|either)\b", re.IGNORECASE
+    r"\b(?:or|not|but|maybe|perhaps|else|unless|wrong|false|possibly|either|squared|cubed"
+    r"|hal(?:f|ves)|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)\b",
+    re.IGNORECASE,
 )
-"""Words that take a value back: what they stand in is no unit."""
+"""Words that take a value back, or change it: what they stand in is no unit."""
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12,
+}  # fmt: skip
+_MONEY = re.compile(
+    r"^(-?)\s*(?:\\text\s*\{\s*)?(\\?\$|US\s*\\?\$|USD|EUR|GBP|euros|\\pounds)(?![a-zA-Z])\s*\}?\s*"
+    r"(?=-?[0-9.]|\\frac)"
+)
+_COINS = {"EUR": "euro", "euros": "euro", "GBP": "sterling", r"\pounds": "sterling"}
 _LONE_UNIT = re.compile(
-    r"^(?P<value>[-+]?[0-9.,]+)\s+(?P<unit>[mgshlLNJWVK](?:\s*\^\s*\{?[23]\}?)?)$"
+    r"^(?P<value>[-+]?[0-9.,]+)\s+"
+    r"(?P<unit>[mgshlLNJWVK](?:/[a-zA-Z]+)?(?:\s*\^\s*\{?[23]\}?)?)$"
 )
 
 
 def _read_value(text: str, name: str) -> Shape:
     text = _unwrapped(re.sub(r"^\\approx\s*", "", text.strip()))
+    words = re.fullmatch(r"\\text\s*\{([^{}]*[0-9][^{}]*)\}", text)
+    if words:
+        text = words[1].strip()
     unit = ""
-    if re.match(r"^-?\s*\\?\$", text):
-        text, unit = re.sub(r"\\?\$\s*", "", text, count=1), "dollar"
+    money = _MONEY.match(text)
+    if money:
+        text = money[1] + text[money.end() :]
+        unit = _COINS.get(money[2], "dollar")
     marked = re.fullmatch(
-        r"(.*?[^\s\\^])\s*(\\?%|\^\s*\\circ|\\?\$)\s*(?:[CF]|\\text\{[CF]\})?", text
+        r"(.*?[^\s\\^])\s*(\\?%|\^\s*\\circ|\\?\$|\\pounds)\s*(?:[CF]|\\text\{[CF]\})?", text
     )
     if marked:
         text = marked[1]
-        unit = "%" if "%" in marked[2] else "dollar" if "$" in marked[2] else "degree"
+        mark = marked[2]
+        unit = "%" if "%" in mark else "dollar" if "$" in mark else _COINS.get(mark, "degree")
     else:
         found = _UNIT_END.match(text) or _LONE_UNIT.match(text)
-        hedged = found and _HEDGE.search(found["unit"])
-        if found and not hedged and not re.search(r"\\(?:text|begin)", found["value"]):
-            text, unit = found["value"].strip(), unit or _unit(found["unit"])
+        if found and _is_unit(found["value"], found["unit"], text):
+            text, own = _scaled(found["value"].strip(), found["unit"])
+            unit = unit or own
     text = text.strip()
     word = _word(text)
     if word is not None:
@@ -503,10 +566,37 @@ def _read_value(text: str, name: str) -> Shape:
     return Shape("value", text=_number_text(text), unit=unit, name=name)
 
 
+def _is_unit(value: str, unit: str, text: str) -> bool:
+    """Whether the end of a value is a unit or a noun, and no product of variables (`3xy`)."""
+    if _HEDGE.search(unit) or re.search(r"\\(?:text|begin)", value):
+        return False
+    if unit.startswith("\\") or _unit(unit):
+        return True
+    return text[len(value)] == " " and re.match(r"[a-zA-Z]{3}", unit) is not None
+
+
+def _scaled(value: str, unit: str) -> tuple[str, str]:
+    """A value with its unit; `2 million` is 2000000."""
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", unit).split()
+    scale = _SCALES.get(words[0].lower()) if words else None
+    if scale is None:
+        return value, _unit(unit)
+    exact = number(_number_text(value))
+    if exact is None:
+        return rf"({value})\cdot {scale}", _unit(" ".join(words[1:]))
+    exact *= scale
+    whole = exact.denominator == 1
+    text = str(exact) if whole else rf"\frac{{{exact.numerator}}}{{{exact.denominator}}}"
+    return text, _unit(" ".join(words[1:]))
+
+
 def _unit(text: str) -> str:
     """One spelling of a unit; words that are none (apples) all count as no unit."""
     flat = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).lower().replace(".", "").strip()
     power = "".join(re.findall(r"\^\s*\{?\s*([0-9])", flat))
+    over = [_UNITS.get(part) for part in re.split(r"\s*/\s*|\s+per\s+", flat)]
+    if len(over) == 2 and None not in over:
+        return "/".join(map(str, over))
     words = re.findall(r"[a-z%]+", flat)
     if words and words[0] in _POWERS:
         power, words = _POWERS[words[0]][1], words[1:]

@@ -294,7 +294,7 @@ def _is_finite(value: Fraction) -> bool:
 
 
 _BASED = re.compile(
-    r"([0-9A-Fa-f]+)_\{?(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine)\}*"
+    r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine)\}*"
 )
 _WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 _BASES = {word: str(base) for base, word in enumerate(_WORDS, start=2)}
@@ -320,7 +320,7 @@ def _same_digits(gold: str, answer: str) -> bool | None:
 
 def algebra(gold: str, answer: str) -> bool:
     """Whether two LaTeX expressions are equal. May take any time: the caller bounds it."""
-    if _JUXTAPOSED.search(answer):
+    if _JUXTAPOSED.search(answer) or re.search(r"\\text\s*\{[^{}]*[0-9]", answer):
         return False
     one, other = expression(gold), expression(answer)
     if one is None or other is None or _letters(gold) != _letters(answer):
@@ -350,9 +350,11 @@ def expression(text: str) -> Any:
     )
     if len(found) != 1 or not isinstance(found[0], sympy.Basic | sympy.MatrixBase):
         return None
-    # A lone i is the imaginary unit, in the gold answer and in the other one alike.
-    units: Any = {s: sympy.I for s in found[0].free_symbols if str(s) == "i"}
-    return found[0].subs(units) if units else found[0]
+    # A lone i is the imaginary unit, in the gold answer and in the other one alike; a decimal is
+    # the number that it shows.
+    swaps: Any = {s: sympy.I for s in found[0].free_symbols if str(s) == "i"}
+    swaps |= {f: sympy.Rational(str(f)) for f in found[0].atoms(sympy.Float)}
+    return found[0].subs(swaps) if swaps else found[0]
 
 
 def _numerically(one: Any, other: Any, answer: str) -> bool | None:

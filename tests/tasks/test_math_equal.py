@@ -329,3 +329,70 @@ def test_digits_that_stand_apart_are_no_number(gold: str, answer: str) -> None:
 )
 def test_spaces_that_mean_nothing(gold: str, answer: str) -> None:
     assert equal(gold, answer) is True
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        # words that change a number, or that are variables and no unit
+        ("42", r"42\text{ dozen}", False),
+        ("504", r"42\text{ dozen}", True),
+        ("1450", "1450 hundred", False),
+        ("1234567", "1.234567 million", True),
+        (r"\$2,500,000", r"\$2.5\text{ million}", True),
+        ("2500000", "2.5 million dollars", True),
+        ("16", "4 squared", False),
+        ("4", "4 squared", False),
+        ("1", r"1\text{ half}", False),
+        ("12", "12xy", False),
+        ("12", "12 xy", False),
+        ("12", "12 men", True),
+        ("3x^3y", "3yx^3", True),
+        ("70", r"70\text{71}", False),
+        # units of units
+        (r"60\text{ mph}", r"60\text{ km/h}", False),
+        (r"60\text{ mph}", "60 miles per hour", True),
+        (r"5\text{ m/s}", "5 m/s", True),
+        (r"5\text{ m/s}", "5 cm/s", False),
+        # money in front
+        ("3.5", "\u20ac3.50", True),
+        ("3.5", "\u00a33.50", True),
+        ("58500", "USD 58,500", True),
+        (r"\$3.50", "\u20ac3.50", False),
+        # both at once is no union
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ and } x>3", False),
+        ("[2,5)", r"\{x : 2 \le x < 5\}", True),
+        ("[2,5)", r"\{x \in \mathbb{R} \mid 2 \le x < 5\}", True),
+        ("[2,5)", r"\{x : 2 \le x \le 5\}", False),
+        # one thing and what it is about
+        (r"\frac13", r"\frac13 \approx 0.333", True),
+        (r"\frac13", r"x = \frac13 \approx 0.333", True),
+        (r"\frac13", r"0.333 \approx \frac13", False),
+        (r"\pi", r"x \approx 3.14159265", True),
+        # ways to write
+        (r"\frac34", "\u00be", True),
+        (r"1\frac34", "1\u00be", True),
+        (r"\frac34", "3\u20444", True),
+        (r"\frac34", r"3\div4", True),
+        (r"\frac34", "{3}/{4}", True),
+        (r"\frac34", r"{3 \over 4}", True),
+        ("58500", r"58{\,}500", True),
+        ("12", r"1{\,}2", False),
+        ("70", r"70\phantom{1}", True),
+        ("42", r"\color{blue}{42}", True),
+        ("42", r"42\quad\checkmark", True),
+        ("3:30", "3{:}30", True),
+        (r"\text{10:45 a.m.}", r"10:45\text{ AM}", True),
+        (r"\text{10:45 a.m.}", "10:45 a.m.", True),
+        (r"\text{10:45 a.m.}", "10:45 p.m.", False),
+        ("52_8", "(52)_8", True),
+        ("5", "|S| = 5", True),
+        ("30", r"m\angle ABC = 30^\circ", True),
+        ("5", r"|x| = 5", False),
+        (r"\frac{n(n+1)}{2}", "0.5n^2+0.5n", True),
+        (r"\frac{x}{10}", "0.1x", True),
+        (r"\frac{x}{3}", "0.3333x", False),
+    ],
+)
+def test_what_a_second_reader_found(gold: str, answer: str, same: bool) -> None:
+    assert equal(gold, answer) is same

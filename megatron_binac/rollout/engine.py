@@ -21,7 +21,8 @@ class Engine(Protocol):
 
     An engine whose `tells_endings` is True takes `ended` as well, a function of a prompt's number
     and its completion, and calls it as soon as an answer is there: once for each answer, on a rank
-    of the engine's choice.
+    of the engine's choice. One that holds on to answers that are to be continued has `forget`,
+    which is called when they have been.
     """
 
     version: int

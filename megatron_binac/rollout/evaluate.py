@@ -109,6 +109,7 @@ class _Cases:
 
     def measure(self) -> dict[str, float]:
         with self._stack:
+            self._stack.callback(self.players.forget)
             return self._measure()
 
     def _measure(self) -> dict[str, float]:

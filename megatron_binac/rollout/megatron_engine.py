@@ -51,9 +51,13 @@ class MegatronEngine:
 
     def publish(self, version: int) -> None:
         self.version = version
-        self._held = None
+        self.forget()
 
     def close(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is held of answers that are to be continued."""
         self._held = None
 
     def _weights_mark(self) -> tuple[int, int]:

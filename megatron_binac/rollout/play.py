@@ -160,6 +160,10 @@ class Players:
             judging.share_out(_answered(owners, turns))
         return turns
 
+    def forget(self) -> None:
+        """Let the actor's engine drop what it holds of attempts: learning needs the memory."""
+        getattr(self.actor, "forget", lambda: None)()
+
     def grade(self, judging: Judging, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> None:
         """Set `turn.grade` of each turn."""
         grades = iter(judging.finish(_answered(prompts, turns)))
@@ -216,6 +220,7 @@ def play(
         criticise(players, newest, rollout, seed)
         revise(players, newest, rollout, seed)
         grown = grown + newest
+    players.forget()
     return grown
 
 
@@ -269,6 +274,7 @@ def play_telling(
             break
     missing = rollout.prompts_per_step - len(kept)
     dropped = flat[: len(flat) - missing]
+    players.forget()
     return kept + flat[len(flat) - missing :], dropped
 
 

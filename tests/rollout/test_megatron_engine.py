@@ -341,6 +341,9 @@ def test_what_is_held_goes_with_the_weights(learner: MegatronLearner) -> None:
     engine.publish(1)
     assert spared(engine) == none
     engine.generate(asked, seeds, CONTINUED)
+    engine.forget()
+    assert spared(engine) == none
+    engine.generate(asked, seeds, CONTINUED)
     kept = learner.snapshot()
     try:
         with torch.no_grad():

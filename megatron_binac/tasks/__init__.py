@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_binac.tasks.base import Task
 
@@ -46,8 +47,8 @@ def build_task(name: str, **options: Any) -> Task:
 
 
 def check_task(name: str, options: Mapping[str, Any]) -> None:
-    """ValueError, with the closest name, for a task or an option that is not there, and for one
-    that is missing."""
+    """ValueError, with the closest name, for a task or an option that is not there, for one that is
+    missing, and for one of the wrong kind."""
     builder = _builder(name)
     names = _option_names(builder)
     for option in options:
@@ -59,6 +60,12 @@ def check_task(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"task {name}: {error}; give it in task.options of a config, or as --set OPTION=VALUE"
         ) from error
+    hints = _option_hints(builder)
+    for option, value in options.items():
+        if option in hints and not _fits(value, hints[option]):
+            raise ValueError(
+                f"task {name} got {option} = {value!r}, expected {_said(hints[option])}"
+            )
 
 
 def task_class(name: str) -> type | None:
@@ -86,6 +93,50 @@ def _option_names(builder: Any) -> list[str] | None:
         return None
     passed = inspect.signature(made).parameters.values()
     return [*names, *(p.name for p in passed if p.kind is p.KEYWORD_ONLY and p.name not in names)]
+
+
+def _option_hints(builder: Any) -> dict[str, Any]:
+    """Types of options by name, as far as the builder (and what it returns) gives them."""
+    hints: dict[str, Any] = {}
+    for made in (_class_made(builder), builder):
+        call = made.__init__ if inspect.isclass(made) else made
+        hints |= {} if call is None else get_type_hints(call)
+    return hints
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value is of a type; True for types that no plain value has."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, kind) for kind in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in (list, tuple, Sequence):
+        listed = isinstance(value, list | tuple)
+        return listed and all(_fits(v, inner[0]) for v in value) if inner else listed
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str, type(None)):
+        return isinstance(value, hint)
+    return True
+
+
+def _said(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_said, inner))
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin in (list, tuple, Sequence):
+        return f"a list, each {_said(inner[0])}" if inner else "a list"
+    if origin in (dict, Mapping):
+        return "an object"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint) or ("null" if hint is type(None) else str(hint))
 
 
 def _class_made(builder: Any) -> type | None:

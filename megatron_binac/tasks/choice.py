@@ -16,7 +16,15 @@ import numpy as np
 
 from megatron_binac.seeds import name_seed
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
+from megatron_binac.tasks.data import (
+    DataTask,
+    Row,
+    prompts_of,
+    read_rows,
+    take,
+    text_of,
+    unique_ids,
+)
 from megatron_binac.types import Grade, Prompt, Split
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -275,30 +283,47 @@ def shuffled_order(options: Sequence[str], seed: int) -> list[int]:
 def question_of(row: Row) -> tuple[str, list[str], int]:
     """Question, options and the place of the right one, of a row in any known format."""
     if "Correct Answer" in row:
-        wrong = [take(row, (f"Incorrect Answer {i}",)) for i in (1, 2, 3)]
-        options = [str(option).strip() for option in (row["Correct Answer"], *wrong)]
-        return str(take(row, ("Question",))), options, 0
-    question = str(take(row, ("question", "Question", "text")))
+        names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+        return text_of(row, ("Question",)), [text_of(row, (n,)).strip() for n in names], 0
+    question = text_of(row, ("question", "Question", "text"))
+    # ARC has {"text": [...], "label": [...]}, others a list of {"text", "label"}, or of texts.
     listed = take(row, ("options", "choices"))
     labels: list[str] = []
     if isinstance(listed, dict):
-        listed, labels = listed["text"], [str(label) for label in listed["label"]]
-    elif listed and isinstance(listed[0], dict):
-        listed, labels = [o["text"] for o in listed], [str(o["label"]) for o in listed]
+        listed, labels = take(listed, ("text",)), _texts(take(listed, ("label",)), "labels")
+    elif isinstance(listed, list) and listed and all(isinstance(o, dict) for o in listed):
+        labels = [text_of(option, ("label",)) for option in listed]
+        listed = [text_of(option, ("text",)) for option in listed]
     # MMLU-Pro pads short lists.
-    options = [str(option).strip() for option in listed]
-    gold = take(row, ("answer_index", "answerKey", "answer", "label"))
-    place = _place(gold, options, labels)
+    options = _texts(listed, "options")
+    if labels and len(labels) != len(options):
+        raise ValueError(f"got {len(options)} options and {len(labels)} labels, expected as many")
+    column = ("answer_index", "answerKey", "answer", "label")
+    gold = take(row, column)
+    place = _place(gold if isinstance(gold, int) else text_of(row, column), options, labels)
     kept = [i for i, option in enumerate(options) if option not in ("N/A", "") or i == place]
     return question, [options[i] for i in kept], kept.index(place) if place in kept else -1
 
 
-def _place(gold: Any, options: list[str], labels: list[str]) -> int:
-    if isinstance(gold, int):
-        return gold
+def _texts(values: Any, what: str) -> list[str]:
+    bad = (
+        [v for v in values if isinstance(v, bool) or not isinstance(v, str | int | float)]
+        if (isinstance(values, list | tuple))
+        else [values]
+    )
+    if bad:
+        raise ValueError(f"among the {what} is {bad[0]!r}, expected a list of texts")
+    return [str(value).strip() for value in values]
+
+
+def _place(gold: int | str, options: list[str], labels: list[str]) -> int:
+    if isinstance(gold, bool):
+        raise ValueError(f"the answer is {gold}, expected a letter, a place or an option")
     text = str(gold).strip()
     if text in labels:
         return labels.index(text)
+    if isinstance(gold, int):
+        return gold
     if len(text) == 1 and text in LETTERS[: len(options)]:
         return LETTERS.index(text)
     if text in options:

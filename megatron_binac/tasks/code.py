@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
+from megatron_binac.tasks.data import (
+    DataTask,
+    Row,
+    prompts_of,
+    read_rows,
+    take,
+    text_of,
+    texts_of,
+    unique_ids,
+)
 from megatron_binac.tasks.sandbox import Isolation, Limits, Sandbox, SandboxError, Verdict
 from megatron_binac.types import Grade, Prompt, Split
 
@@ -293,8 +302,12 @@ def problem(row: Row, show_tests: int = 3) -> Problem:
         ast.parse(found.tests, TESTS)
         ast.parse(found.setup, SETUP)
     except SyntaxError as error:
+        if error.lineno is None:
+            raise ValueError(f"its code is no Python: {error.msg}") from error
         where = f"line {error.lineno} of {error.filename}: {(error.text or '').strip()[:80]!r}"
         raise ValueError(f"{error.msg} in {where}") from error
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("its code is nested too deeply") from error
     if not found.names:
         raise ValueError("its tests use no function that the program has to define")
     return found
@@ -307,25 +320,28 @@ def _problem(row: Row, show_tests: int) -> Problem:
         return _mbpp(row, show_tests)
     if "test" in row and "code" in row:
         return _mbpp_plus(row, show_tests)
-    tests = take(row, ("tests",))
-    tests = "\n".join(tests) if isinstance(tests, list) else str(tests)
-    names = row.get("names") or sorted(
-        used_names(tests) - set(dir(builtins)) - set(top_level_names(tests))
+    listed = isinstance(take(row, ("tests",)), list | tuple)
+    tests = "\n".join(texts_of(row, ("tests",))) if listed else text_of(row, ("tests",))
+    names = (
+        texts_of(row, ("names",))
+        if row.get("names")
+        else sorted(used_names(tests) - set(dir(builtins)) - set(top_level_names(tests)))
     )
     return Problem(
-        text=str(take(row, ("text", "prompt", "problem"))),
+        text=text_of(row, ("text", "prompt", "problem")),
         tests=tests,
-        names=list(names),
-        setup=str(row.get("setup") or ""),
+        names=names,
+        setup=text_of(row, ("setup",)) if row.get("setup") else "",
     )
 
 
 def _mbpp(row: Row, show_tests: int) -> Problem:
-    code, asserts = str(take(row, ("code",))), list(take(row, ("test_list",)))
-    before = str(row.get("test_setup_code") or "")
+    code, asserts = text_of(row, ("code",)), texts_of(row, ("test_list",))
+    before = text_of(row, ("test_setup_code",)) if row.get("test_setup_code") else ""
     tests = "\n".join([before, *asserts])
     names = [n for n in top_level_names(code) if n in used_names(tests)]
-    text = str(take(row, ("text", "prompt")))
+    text = text_of(row, ("text", "prompt"))
+    before_tests = texts_of(row, ("test_imports",)) if row.get("test_imports") else []
     return Problem(
         text=_with_tests(text, asserts, show_tests),
         statement=text,
@@ -333,15 +349,15 @@ def _mbpp(row: Row, show_tests: int) -> Problem:
         tests=tests,
         names=names,
         # Some tests lean on what the reference solution imports.
-        setup="\n".join([*(row.get("test_imports") or []), imports(code)]),
+        setup="\n".join([*before_tests, imports(code)]),
     )
 
 
 def _mbpp_plus(row: Row, show_tests: int) -> Problem:
-    code, tests = str(take(row, ("code",))), str(take(row, ("test",)))
+    code, tests = text_of(row, ("code",)), text_of(row, ("test",))
     names = [n for n in top_level_names(code) if n in used_names(tests)]
-    asserts = list(row.get("test_list") or [])
-    text = str(take(row, ("prompt", "text")))
+    asserts = texts_of(row, ("test_list",)) if row.get("test_list") else []
+    text = text_of(row, ("prompt", "text"))
     shown = _with_tests(text, asserts, show_tests)
     return Problem(
         text=shown,
@@ -353,16 +369,27 @@ def _mbpp_plus(row: Row, show_tests: int) -> Problem:
 
 
 def _humaneval(row: Row) -> Problem:
-    prompt, entry = str(take(row, ("prompt",))), str(take(row, ("entry_point",)))
+    prompt, entry = text_of(row, ("prompt",)), text_of(row, ("entry_point",))
     start = re.search(rf"^(?:async\s+)?def {re.escape(entry)}\b", prompt, re.MULTILINE)
+    if start is None:
+        raise ValueError(f"its prompt holds no function {entry!r}, which is its entry_point")
     return Problem(
         text=f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```",
-        tests=f"{take(row, ('test',))}\ncheck({entry})",
+        tests=f"{text_of(row, ('test',))}\ncheck({entry})",
         names=[entry],
-        setup=prompt,
-        preamble=prompt[: start.start()] if start else "",
+        setup=prompt if _parses(prompt) else f"{prompt.rstrip()}\n    pass\n",
+        preamble=prompt[: start.start()],
         opening=prompt,
     )
+
+
+def _parses(code: str) -> bool:
+    """A signature without a docstring does not."""
+    try:
+        ast.parse(code, SETUP)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _with_tests(text: str, asserts: Sequence[str], show_tests: int) -> str:
@@ -387,9 +414,28 @@ def _mbpp_reader(data: str, train_splits: Sequence[str]) -> Callable[[Split], li
     def read(split: Split) -> list[Row]:
         wanted = ["test"] if split == "eval" else train_splits
         ids = {i for name in wanted for i in MBPP_SPLITS[name]}
-        return [row for row in read_rows(data) if int(take(row, ("task_id",))) in ids]
+        rows = read_rows(data)
+        return [
+            row
+            for row, number in zip(rows, _task_numbers(data, rows), strict=True)
+            if number in ids
+        ]
 
     return read
+
+
+def _task_numbers(data: str, rows: Sequence[Row]) -> list[int]:
+    """MBPP's numbers of tasks, as 17 or "Mbpp/17"; ValueError that names the row without one."""
+    numbers = []
+    for number, row in enumerate(rows, start=1):
+        found = re.fullmatch(r"(?:Mbpp/)?([0-9]+)", str(row.get("task_id")))
+        if found is None:
+            raise ValueError(
+                f"{data}: row {number} has the task_id {row.get('task_id')!r}, expected a number "
+                'or "Mbpp/NUMBER"; data of your own format is --task code'
+            )
+        numbers.append(int(found[1]))
+    return numbers
 
 
 def build_mbpp(
@@ -419,9 +465,10 @@ def build_mbpp_plus(
         held_out = read_rows(data)
         if split == "eval" or train_data is None:
             return held_out if split == "eval" else []
-        taken = {int(take(row, ("task_id",))) for row in held_out}
+        taken = _task_numbers(data, held_out)
         rows = _mbpp_reader(train_data, ("train",))("train")
-        return [row for row in rows if int(row["task_id"]) not in taken]
+        numbers = _task_numbers(train_data, rows)
+        return [row for row, number in zip(rows, numbers, strict=True) if number not in taken]
 
     return CodeTask("mbpp_plus", read, **{"packages": ("numpy",), **options})
 

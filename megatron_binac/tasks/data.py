@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib
+import io
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,24 +51,65 @@ def read_rows(source: str | Path) -> list[Row]:
 
 def _read_file(path: Path) -> list[Row]:
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix == ".parquet":
-        return _parquet().read_table(path).to_pylist()
     if suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {suffix!r}, expected one of {', '.join(SUFFIXES)}")
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8", newline="" if suffix == ".csv" else None) as file:
-        if suffix == ".csv":
-            csv.field_size_limit(1 << 27)
-            return list(csv.DictReader(file))
-        try:
-            rows = (
-                json.load(file) if suffix == ".json" else [json.loads(x) for x in file if x.strip()]
+    try:
+        rows = _READERS[suffix](path)
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error, csv.Error) as error:
+        # gzip and pyarrow have an error of their own for each damage.
+        if isinstance(error, PermissionError | FileNotFoundError):
+            raise
+        raise ValueError(f"{path} is no {suffix[1:]}: {error}") from error
+    for number, row in enumerate(rows if isinstance(rows, list) else [], start=1):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path} must hold a list of objects, one a problem; row {number} is "
+                f"{json.dumps(row)[:80]}"
             )
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no {suffix[1:]}: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} must hold a list of objects, one a problem")
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of objects, one a problem; one a line is .jsonl")
     return rows
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    data = gzip.decompress(data) if path.suffix == ".gz" else data
+    try:
+        # Tables are saved with a byte order mark by some programs.
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is no UTF-8 ({error.reason})") from error
+
+
+def _jsonl(path: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+            except RecursionError as error:
+                raise ValueError(f"line {number}: nested too deeply") from error
+    return rows
+
+
+def _csv(path: Path) -> list[Any]:
+    csv.field_size_limit(1 << 27)
+    rows = list(csv.DictReader(io.StringIO(_text(path), newline=""), strict=True))
+    for number, row in enumerate(rows, start=1):
+        if None in row:
+            raise ValueError(f"row {number} has more fields than there are columns")
+    return rows
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".jsonl": _jsonl,
+    ".json": lambda path: json.loads(_text(path)),
+    ".csv": _csv,
+    ".parquet": lambda path: _parquet().read_table(path).to_pylist(),
+}
 
 
 def _parquet() -> Any:
@@ -103,6 +146,30 @@ def take(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     raise ValueError(
         f"there is no column {' or '.join(map(repr, names))}, only {sorted(map(str, row))}"
     )
+
+
+def text_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """`take` as text, numbers included; ValueError for anything else."""
+    value = take(row, names)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{_which(row, names)} is {_short(value)}, expected text")
+    return str(value)
+
+
+def texts_of(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """`take` as a list of texts; ValueError for anything else."""
+    value = take(row, names)
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{_which(row, names)} is {_short(value)}, expected a list of texts")
+    return list(value)
+
+
+def _which(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return f"column {next(name for name in names if row.get(name) is not None)!r}"
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def prompts_of(
@@ -217,6 +284,8 @@ class DataTask:
                     where, place = self._places[known]
                     return self._held[where][place]
         some = [p.id for split in _FIND_IN for p in self._held.get(split, [])[:2]]
+        if not some:
+            raise ValueError(f"task {self.name} holds no problem at all{unread}")
         raise ValueError(f"task {self.name} has no problem {name!r}; it has {some} ...{unread}")
 
     def verdict(self, feedback_text: str) -> bool | None:

@@ -66,8 +66,8 @@ class Killable:
         A function `warm_up` of the same module is called once in each helper; an ImportError that
         it raises is passed on.
         """
-        if seconds <= 0:
-            raise ValueError(f"got {seconds} seconds for one call, expected above 0")
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"got {seconds} seconds for one call, expected above 0, finite")
         self.function, self.seconds = function, seconds
         self._pool = Pool(default_size() if workers is None else workers, self._start)
 

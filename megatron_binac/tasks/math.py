@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_binac.tasks.base import Wording
-from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, take, unique_ids
+from megatron_binac.tasks.data import DataTask, Row, prompts_of, read_rows, text_of, unique_ids
 from megatron_binac.tasks.math_answer import extract, number, read, squeeze
 from megatron_binac.tasks.math_judge import MathJudge
 from megatron_binac.types import Grade, Prompt, Split
@@ -173,12 +173,12 @@ def _prompts(
     rows: list[Row] = [] if source is None else read_rows(source)
 
     def make(row_id: str, row: Row) -> Prompt:
-        given = str(take(row, names["gold"]))
+        given = text_of(row, names["gold"])
         gold = gold_answer(given)
         if not gold or (numeric and number(read(gold).text) is None):
             what = "number" if numeric else "answer"
             raise ValueError(f"the answer {given[-60:]!r} ends in no {what}")
-        text = str(take(row, names["text"]))
+        text = text_of(row, names["text"])
         meta: dict[str, Any] = {key: row[key] for key in META if key in row}
         return Prompt(
             id=f"{name}/{split}/{row_id}",

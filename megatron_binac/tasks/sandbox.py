@@ -72,8 +72,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value <= 0:
-                raise ValueError(f"sandbox {field.name} is {value}, expected above 0")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"sandbox {field.name} is {value}, expected above 0, finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

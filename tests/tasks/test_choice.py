@@ -146,6 +146,12 @@ FORMATS = [
         ["a", "b"],
         1,
     ),
+    (
+        {"question": "Q", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": 1},
+        ["a", "b"],
+        0,
+    ),
+    ({"question": "Q", "options": [3, 0.5], "answer": "B"}, ["3", "0.5"], 1),
     ({"question": "Q", "options": ["a", "b", "N/A"], "answer": "B"}, ["a", "b"], 1),
     ({"question": "Q", "options": ["a", "b"], "answer": "B", "answer_index": 0}, ["a", "b"], 0),
     ({"question": "Q", "choices": ["a", "b", "c"], "answer": 2}, ["a", "b", "c"], 2),
@@ -193,6 +199,29 @@ def test_an_answer_that_is_no_option_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"question": "Q", "choices": ["a", "b"], "answer": "c"}))
     with pytest.raises(ValueError, match="2 options and the answer at -1"):
+        build_choice(eval_data=str(path)).size("eval")
+
+
+BAD_ROWS = [
+    ({"question": ["Q"], "options": ["a", "b"], "answer": 0}, r"column 'question' is \['Q'\]"),
+    ({"question": "Q", "options": "a, b", "answer": 0}, "among the options is 'a, b', expected"),
+    ({"question": "Q", "options": ["a", None], "answer": 0}, "among the options is None"),
+    ({"question": "Q", "options": ["a", "b"], "answer": {"x": 1}}, "column 'answer' is {'x': 1}"),
+    ({"question": "Q", "options": ["a", "b"], "answer": True}, "the answer is True, expected"),
+    ({"question": "Q", "choices": {"text": ["a", "b"]}, "answer": 0}, "no column 'label', only"),
+    (
+        {"question": "Q", "choices": {"text": ["a", "b"], "label": ["A"]}, "answer": "A"},
+        "2 options and 1 labels",
+    ),
+    ({"question": "Q", "choices": [{"text": "a"}], "answer": 0}, "no column 'label', only"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_rows_of_wrong_kinds_are_refused_by_name(tmp_path: Path, row: dict, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"row 1 \(id 0\) of split 'eval' .*" + message):
         build_choice(eval_data=str(path)).size("eval")
 
 

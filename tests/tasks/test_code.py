@@ -169,6 +169,32 @@ def test_humaneval_takes_whole_programs_and_continuations(folder: Path) -> None:
     task.close()
 
 
+def test_humaneval_takes_a_signature_alone(tmp_path: Path) -> None:
+    row = {
+        **HUMANEVAL,
+        "prompt": "def halves(a):\n",
+        "test": "def check(f):\n  assert f([4]) == [2]",
+    }
+    (tmp_path / "bare.jsonl").write_text(json.dumps(row))
+    task = build_humaneval(data=str(tmp_path / "bare.jsonl"), workers=1)
+    prompt = task.prompt("eval", 0)
+    right, wrong = "    return [x // 2 for x in a]\n", "    return a\n"
+    assert [task.grade(prompt, text).score for text in (right, wrong)] == [1.0, 0.0]
+    task.close()
+    (tmp_path / "bad.jsonl").write_text(json.dumps({**row, "entry_point": "thirds"}))
+    with pytest.raises(ValueError, match="its prompt holds no function 'thirds'"):
+        build_humaneval(data=str(tmp_path / "bad.jsonl")).size("eval")
+
+
+def test_task_ids_of_mbpp(tmp_path: Path) -> None:
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(json.dumps({**MBPP, "task_id": "Mbpp/11"}))
+    assert build_mbpp(data=str(path)).prompt("eval", 0).id == "mbpp/eval/Mbpp/11"
+    path.write_text(json.dumps({**MBPP, "task_id": "eleven"}))
+    with pytest.raises(ValueError, match=r"row 1 has the task_id 'eleven', expected a number"):
+        build_mbpp(data=str(path)).size("eval")
+
+
 def test_mbpp_plus_runs_its_harness(folder: Path) -> None:
     task = build_mbpp_plus(
         data=str(folder / "plus.jsonl"), train_data=str(folder / "mbpp.jsonl"), workers=1

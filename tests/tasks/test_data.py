@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_binac.tasks.base import Cursor
-from megatron_binac.tasks.data import DataTask, read_rows, take, unique_ids
+from megatron_binac.tasks.data import DataTask, read_rows, take, text_of, texts_of, unique_ids
 from megatron_binac.types import Prompt, Split
 
 ROWS = [{"a": 1, "b": "x"}, {"a": 2, "b": "y\nz"}]
@@ -49,6 +49,13 @@ BAD = [
     ("d.jsonl", "{'a': 1}", "is no jsonl"),
     ("d.json", '{"a": 1}', "must hold a list of objects"),
     ("d.jsonl", "1", "must hold a list of objects"),
+    ("d.jsonl", '{"a": 1}\n{"a": \n', r"d\.jsonl is no jsonl: line 2, column \d+: Expecting value"),
+    ("d.jsonl", '{"a": 1}\n' + "[" * 100_000, "d.jsonl is no jsonl: line 2: nested too deeply"),
+    ("d.json", "[" * 100_000, "d.json is no json: "),
+    ("d.jsonl", '{"a": 1}\n[2]\n', r"one a problem; row 2 is \[2\]"),
+    ("d.csv", "a,b\n1,2\n3,4,5\n", "d.csv is no csv: row 2 has more fields than there are columns"),
+    ("d.csv", 'a,b\n1,"2\n', "d.csv is no csv: unexpected end of data"),
+    ("d.jsonl.gz", '{"a": 1}\n', "d.jsonl.gz is no jsonl: Not a gzipped file"),
     ("d.txt", "", "ends in '.txt'"),
 ]
 
@@ -58,6 +65,34 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, text: str, message: st
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl is no jsonl: line 2 is no UTF-8"):
+        read_rows(tmp_path / "d.jsonl")
+    whole = gzip.compress(b'{"a": "x"}\n' * 99)
+    for name, data in (("cut", whole[:-20]), ("odd", whole[:12] + b"\0\0\0" + whole[15:])):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name}\.jsonl\.gz is no jsonl: "):
+            read_rows(tmp_path / f"{name}.jsonl.gz")
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_bytes(b"\xef\xbb\xbfa,b\r\n1,x\r\n")
+    assert read_rows(tmp_path / "d.csv") == [{"a": "1", "b": "x"}]
+
+
+def test_texts() -> None:
+    row = {"a": "x", "n": 2, "f": 0.5, "l": ["x", "y"], "o": {"k": 1}, "b": True, "m": [1]}
+    assert [text_of(row, (name,)) for name in "anf"] == ["x", "2", "0.5"]
+    assert texts_of(row, ("none", "l")) == ["x", "y"]
+    for name in "lob":
+        with pytest.raises(ValueError, match=f"column '{name}' is .*, expected text"):
+            text_of(row, (name,))
+    for name in "anom":
+        with pytest.raises(ValueError, match=f"column '{name}' is .*, expected a list of texts"):
+            texts_of(row, ("none", name))
 
 
 def test_a_missing_file_is_no_name_on_the_hub() -> None:
@@ -118,6 +153,11 @@ def test_prompts_by_place_and_by_id() -> None:
     assert task.find("1").text == task.find("words/train/1").text == "b"
     with pytest.raises(ValueError, match=r"no problem '9'; it has \['words/eval/0'"):
         task.find("9")
+
+
+def test_a_task_without_problems_says_so() -> None:
+    with pytest.raises(ValueError, match="task words holds no problem at all"):
+        Words([], []).find("9")
 
 
 def test_double_ids_are_refused() -> None:

@@ -45,6 +45,28 @@ def test_an_unknown_option_names_the_closest():
         tasks.build_task("checksum", num_digit=4)
 
 
+BAD_KINDS = [
+    ("math", {"seconds": "abc"}, "got seconds = 'abc', expected a number"),
+    ("mbpp", {"memory_mb": "x"}, "got memory_mb = 'x', expected an integer"),
+    ("mbpp", {"workers": 1.5}, "got workers = 1.5, expected an integer or null"),
+    ("mbpp", {"partial": 1}, "got partial = 1, expected true or false"),
+    ("mbpp", {"isolation": "none"}, "expected 'auto' or 'namespaces' or 'limits'"),
+    ("mbpp", {"packages": "numpy"}, "got packages = 'numpy', expected a list, each text"),
+    ("choice", {"eval_data": "x", "seed": "x"}, "got seed = 'x', expected an integer"),
+    ("choice", {"eval_data": "x", "shuffle": 5}, "got shuffle = 5, expected true or false"),
+    ("choice", {"eval_data": 7}, "got eval_data = 7, expected text or null"),
+    ("math", {"eval_data": "x", "columns": "gold"}, "got columns = 'gold', expected an object"),
+    ("checksum", {"num_digits": "4"}, "got num_digits = '4', expected an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD_KINDS)
+def test_an_option_of_the_wrong_kind_is_refused(name: str, options: dict, message: str):
+    with pytest.raises(ValueError, match=f"task {name} got") as found:
+        tasks.build_task(name, **options)
+    assert message in str(found.value)
+
+
 def test_another_distribution_can_offer_a_task(monkeypatch: pytest.MonkeyPatch):
     offer(monkeypatch, ("parity", "megatron_binac.tasks.checksum:Checksum"))
     assert tasks.task_names() == sorted([*tasks.BUILDERS, "parity"])

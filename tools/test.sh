@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the environment with the development extras, lints, and runs the tests.
+# Sets up the environment with the extras dev,kernels,tasks,hf,launch, lints, and runs the tests.
 #
 #   tools/test.sh [--python python3.12] [--extras dev,kernels] [--torch-index URL] [pytest arguments ...]
 set -euo pipefail
@@ -7,7 +7,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-python="" extras="dev,kernels,tasks,hf" torch_index=""
+python="" extras="dev,kernels,tasks,hf,launch" torch_index=""
 while (($#)); do
   case $1 in
     --python) python=${2:?--python needs a name or a path}; shift 2 ;;

@@ -129,6 +129,8 @@ def of_batch(stage: Stage, site: Site, folder: Path) -> str:
         f"binac_stopped={shlex.quote(' '.join(map(str, STOPPED)))}",
         _END,
         "trap binac_end EXIT",
+        "# Ended by a signal, bash would hand binac_end the code of whatever came last: 0.",
+        "trap : HUP INT QUIT TERM USR1 USR2 XCPU",
         _BEGIN,
     ]
     return "\n".join(lines) + "\n"

@@ -168,6 +168,19 @@ def test_host_port_and_a_clean_environment(tmp_path: Path, train: Stage) -> None
     assert first["BINAC_PORT"] != again["BINAC_PORT"]
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1", "INT", "HUP"])
+def test_a_signal_to_the_batch_script_does_not_make_a_stage_done(
+    tmp_path: Path, train: Stage, name: str
+) -> None:
+    """Slurm ends the script of a job that has lost a node by TERM, while srun is on its way out."""
+    body = f"(kill -{name} $$; sleep 0.2; exit 137)"
+    code, words, requeues = life(tmp_path, train, body, state="NODE_FAIL")
+    assert code == 137
+    assert "Slurm calls the job NODE_FAIL: left as it is" in words
+    assert not Path(f"{train.record(tmp_path / 'e', 0)}.done").exists()
+    assert requeues == []
+
+
 def rank_script(
     tmp_path: Path, stage: Stage, site: Site, **env: str
 ) -> subprocess.CompletedProcess[str]:

@@ -160,8 +160,9 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job waits until its old credential has expired; two minutes by default.
-AuthInfo=socket=$root/run/munge.socket,cred_expire=4
+# A requeued job waits until its old credential has expired; two minutes by default, at least 5 s (a
+# smaller number is logged as invalid, and two minutes it is).
+AuthInfo=socket=$root/run/munge.socket,cred_expire=5
 StateSaveLocation=$root/state/controller
 SlurmdSpoolDir=$root/state/%n
 SlurmctldPidFile=$root/run/slurmctld.pid

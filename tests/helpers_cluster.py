@@ -13,35 +13,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers_runs import TINY
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "local_slurm.sh"
 PATIENCE_S = 1200.0
 """For what takes seconds on an idle machine."""
 
-# A problem of the train split takes PAUSE seconds to fetch; whoever finds the file HANG takes it
-# away and never comes back.
+# Problems with gates, in grading, as prompts are also read before a run begins. A signal that asks
+# the run to stop opens all that are shut; but for it the grading of step S waits
+#   for the file GATE-S, where S is in GATES;
+#   from step 2 on in the first life of a job, from step 4 on in its second, from step 2 STOPS on in
+#   its last but one;
+#   for ever, in step HANG_AT or later, on the rank that takes the file HANG away.
 PACED = '''
-import os, time
+import os, signal, time
 from dataclasses import dataclass
 from megatron_binac.tasks.checksum import Checksum
 
+PER_STEP = 6
+
+def asked_to_stop():
+    stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return getattr(stop, "received", None) is not None
+
 @dataclass(frozen=True, kw_only=True)
 class Paced(Checksum):
-    def prompt(self, split, index):
+    def grade(self, prompt, text):
+        _, split, index = prompt.id.split("/")
         if split == "train":
-            time.sleep(float(os.environ.get("PAUSE", "0")))
-            try:
-                os.rename(os.environ.get("HANG", ""), os.environ.get("HANG", "") + ".taken")
-            except OSError:
-                pass
-            else:
-                time.sleep(1e6)
-        return super().prompt(split, index)
+            step, lives = int(index) // PER_STEP, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            gate = os.environ.get("GATE", "") + f"-{step}"
+            shut = str(step) in os.environ.get("GATES", "").split(",")
+            early = lives < int(os.environ.get("STOPS", "0")) and step >= 2 * (lives + 1)
+            while (early or shut and not os.path.exists(gate)) and not asked_to_stop():
+                time.sleep(0.05)
+            if step >= int(os.environ.get("HANG_AT", "1000")):
+                try:
+                    os.rename(os.environ["HANG"], os.environ["HANG"] + ".taken")
+                except FileNotFoundError:
+                    pass
+                else:
+                    time.sleep(1e6)
+        return super().grade(prompt, text)
 '''
 
 # A run without torch, for what Slurm does to jobs: a state that each step changes, checkpoints of
 # it, a step that ends when all ranks have come, and the signs of life and exit codes of a real run.
-# In steps 3 and 6 it waits until the file GATE3 or GATE6 is there, whatever GATE is.
+# Step S of GATES waits for the file GATE-S, or for a signal.
 STANDIN = '''#!{python}
 import hashlib, json, os, signal, sys, time
 from pathlib import Path
@@ -80,13 +99,9 @@ meet("start")
 beats = pulse.of_rank(run_dir, rank, os.environ)
 for step in range(first, config.num_steps):
     beats.beat("play")
-    time.sleep(float(os.environ.get("PAUSE", "0")))
-    gate = Path(os.environ.get("GATE", "/") + str(step))
-    while "GATE" in os.environ and step in (3, 6) and not gate.exists():
+    shut = str(step) in os.environ.get("GATES", "").split(",")
+    while shut and not (heard or Path(os.environ["GATE"] + "-" + str(step)).exists()):
         time.sleep(0.05)
-    if rank == 1 and Path(os.environ.get("HANG", "/none")).exists():
-        Path(os.environ["HANG"]).unlink()
-        time.sleep(1e6)
     state = hashlib.sha256((state + str(step) + str(config.seed)).encode()).hexdigest()
     beats.beat("save")
     asked = meet(str(step))
@@ -94,7 +109,7 @@ for step in range(first, config.num_steps):
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps({{"step": step}}) + "\\n")
         draft = run_dir / "checkpoints" / ".draft"
-        draft.mkdir(parents=True)
+        draft.mkdir(parents=True, exist_ok=True)
         (draft / "state").write_text(state)
         draft.rename(draft.with_name("step_%06d" % (step + 1)))
     meet("saved" + str(step))
@@ -104,26 +119,9 @@ beats.close()
 sys.exit(ranks.leave(128 + asked if asked and step + 1 < config.num_steps else 0, ""))
 '''
 
-SETTINGS = (
-    *(
-        f"{role}.model.{size}"
-        for role in ("actor", "critic")
-        for size in ("num_layers=2", "hidden_size=32", "ffn_hidden_size=48")
-    ),
-    "num_steps=8",
-    "save_every=2",
-    "max_generated_tokens=0",
-    "rollout.prompts_per_step=6",
-    "rollout.attempts=4",
-    "rollout.criticised=2",
-    "rollout.feedbacks=2",
-    "rollout.revisions=2",
-    "eval.every=4",
-    "eval.num_prompts=6",
-    "track.tensorboard=false",
-    "task.name=paced",
-    *(f"warm_start.{role}.{s}" for role in ("actor", "critic") for s in ("steps=10", "batch=16")),
-)
+STEPS = 8
+SETTINGS = (*TINY, f"num_steps={STEPS}", "eval.every=4", "task.name=paced")
+"""Tiny models that learn a little in each step, with a checkpoint after every other one."""
 
 
 @dataclass(kw_only=True)
@@ -215,9 +213,28 @@ class Cluster:
         """`tools/local_slurm.sh WORDS`: down NODE, up NODE."""
         subprocess.run([SCRIPT, *words, "--root", self.root], check=True, timeout=300)
 
-    def open(self, gate: str) -> None:
-        """Let the ranks that wait at this gate go on."""
-        (self.work / gate).touch()
+    def gates(self, name: str, *steps: int) -> dict[str, str]:
+        """Variables of a profile under which a run waits in these steps; `open` lets it go on."""
+        return {"GATE": str(self.work / name), "GATES": ",".join(map(str, steps))}
+
+    def open(self, name: str, step: int) -> None:
+        (self.work / f"{name}-{step}").touch()
+
+    def wait_step(self, place: Path, step: int, run: str = "quickstart") -> Path:
+        """Wait until a run has made `step` steps; returns its folder."""
+        run_dir = place / run
+        wait_for(
+            lambda: steps_made(run_dir) >= step, f"{step} steps", lambda: self.tail(place)
+        )
+        return run_dir
+
+    def wait_restarts(self, place: Path, count: int, stage: str = "train") -> None:
+        """Wait until the stage's job has been put back into the queue so often."""
+        wait_for(
+            lambda: self.line(place, stage)["restarts"] >= count,
+            f"{count} restarts",
+            lambda: self.tail(place),
+        )
 
     def kill_rank(self, run_dir: Path, rank: int, number: int = signal.SIGKILL) -> None:
         """A signal to one rank, found by its run folder and its number, on whichever node."""
@@ -241,7 +258,7 @@ def wait_for(good: Callable[[], bool], what: str, facts: Callable[[], str] = str
     until = time.monotonic() + PATIENCE_S
     while not good():
         assert time.monotonic() < until, f"waited {PATIENCE_S:.0f} s for {what}\n{facts()}"
-        time.sleep(0.5)
+        time.sleep(1.0)
 
 
 def steps_made(run_dir: Path) -> int:

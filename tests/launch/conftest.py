@@ -7,10 +7,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from helpers_cluster import PACED, ROOT, SCRIPT, Cluster
+from helpers_cluster import PACED, ROOT, SCRIPT, STANDIN, Cluster
 
 NODES = 4
 CANNOT_BE_HAD = 3
@@ -57,3 +59,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(root=root, work=work, env=env)
     finally:
         subprocess.run([SCRIPT, "remove", "--root", root], check=False, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def chain(cluster: Cluster) -> Path:
+    """The whole experiment, undisturbed, on two ranks of two nodes that share each layer (TP 2).
+
+    What happens to other jobs is measured by it.
+    """
+    place = cluster.launch(cluster.site("chain"), "chain", "--tp", "2", "--chain")
+    cluster.wait_done(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def standin(cluster: Cluster) -> str:
+    """In a profile in place of python: runs without torch, in seconds."""
+    path = cluster.work / "standin"
+    path.write_text(STANDIN.format(python=sys.executable, root=str(ROOT)))
+    path.chmod(0o755)
+    return str(path)

@@ -565,24 +565,29 @@ def check_gym(args: argparse.Namespace) -> bool:
     from megatron_binac.tasks.reasoning_gym import ReasoningGym
 
     names = [n for n in ReasoningGym.task_names() if n != "composite"][: args.limit]
-    odd = []
+    odd, without = [], []
     for name in names:
         try:
             task = ReasoningGym(name, workers=1, seconds=20.0)
-            prompts = [task.prompt("eval", i) for i in range(3)]
-            scores = [task.grade(p, f"<answer>{p.gold}</answer>") for p in prompts]
+            held_out, train = ([task.prompt(s, i) for i in range(3)] for s in ("eval", "train"))
+            grades = [task.grade(p, f"<answer>{p.gold}</answer>") for p in held_out]
         except Exception as error:
             odd.append(f"{name} ({str(error)[:120]})")
             continue
         finally:
             task.close()
-        if any(grade.score < 1 for grade in scores):
-            odd.append(f"{name} ({next(g.reason[:80] for g in scores if g.score < 1)})")
-    num = len(names)
-    print(f"{num - len(odd)} of {num} tasks of reasoning-gym score their own gold 1")
+        if {p.text for p in held_out} & {p.text for p in train}:
+            odd.append(f"{name} (a problem is in both splits)")
+        elif not all(p.gold for p in held_out):
+            without.append(name)
+        elif any(grade.score < 1 for grade in grades):
+            odd.append(f"{name} ({next(g.reason[:80] for g in grades if g.score < 1)})")
+    good = len(names) - len(odd) - len(without)
+    print(f"{good} of {len(names)} tasks of reasoning-gym score their own gold 1")
+    print(f"  give none, only a score: {', '.join(without) or '-'}")
     for line in odd:
         print(f"  not: {line}")
-    return True
+    return not odd
 
 
 CHECKS: dict[str, Callable[[argparse.Namespace], bool]] = {

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import io
 import json
+import logging
 import re
 import time
 import tokenize
@@ -28,8 +29,12 @@ from megatron_binac.tasks.base import parse_verdict
 from megatron_binac.tasks.killable import Killable
 from megatron_binac.types import Grade, Prompt, Split
 
+logger = logging.getLogger(__name__)
+
 TRIES = 256
 """Candidates for one problem, of which the first that belongs to the split is taken."""
+PLACES = 1 << 30
+"""Bound on the places of a task; the library seeds an item by seed + place, below 2**32."""
 INSTRUCTION = "Give the answer alone between <answer> and </answer>."
 _EVALUATES = re.compile(r"\beval\(|\bexec\(|parse_expr\(|sympify\(")
 
@@ -83,7 +88,19 @@ class ReasoningGym:
         for wanted in [dataset] if isinstance(dataset, str) else [e["name"] for e in mix]:
             if wanted not in known:
                 raise ValueError(f"reasoning-gym has no task {wanted!r}; it has {', '.join(known)}")
-        self._evaluates: bool = self._ask({"do": "evaluates", "spec": self._spec, "seed": 0})
+        self._evaluates: bool = self._find_how()
+
+    def _find_how(self) -> bool:
+        """Whether a scorer evaluates answers; notes in the spec how the problems are to be had."""
+        request = {"do": "evaluates", "spec": self._spec, "seed": 0}
+        outcome = self._calls.call(request)
+        if outcome.end == "done":
+            return outcome.value
+        # Some tasks lay out all of their places when they are made.
+        self._spec["block"] = True
+        found: bool = self._ask(request)
+        logger.info("%s: %s lays out its problems: %d at a time", self.name, self._spec, TRIES)
+        return found
 
     @staticmethod
     def task_names() -> list[str]:
@@ -170,8 +187,7 @@ class ReasoningGym:
         self._calls.close()
 
     def _seed(self, split: Split) -> int:
-        # The library seeds an item by seed + place; these ranges are far apart.
-        return name_seed("reasoning-gym", self.seed, split) % 2**31 * 2**30
+        return name_seed("reasoning-gym", self.seed, split) % (2**32 - PLACES)
 
     def _ask(self, request: dict[str, Any]) -> Any:
         outcome = self._calls.call(request)
@@ -211,15 +227,19 @@ def answer_request(request: dict[str, Any]) -> Any:
     """What `ReasoningGym` asks of the library: names, an item, a score."""
     if request["do"] == "names":
         return sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
-    dataset = _dataset(json.dumps(request["spec"]), request["seed"])
+    # Candidates of one problem are one block, so that the seed of an item is the same either way.
+    spec, place = request["spec"], request.get("place", request.get("start", 0))
+    begin = place // TRIES * TRIES if spec.get("block") else 0
+    size = TRIES if spec.get("block") else PLACES
+    dataset = _dataset(json.dumps(spec), request["seed"] + begin, size)
     if request["do"] == "item":
-        return _item(dataset, request)
+        return _item(dataset, request, begin)
     if request["do"] == "evaluates":
         parts = getattr(dataset, "datasets", None)
         return any(
             _evaluates(type(p)) for p in (parts.values() if isinstance(parts, dict) else [dataset])
         )
-    entry = dataset[request["place"]]
+    entry = dataset[place - begin]
     scorer = _scorer(dataset, entry)
     refused = _refusal(scorer, request["answer"])
     if refused:
@@ -228,20 +248,19 @@ def answer_request(request: dict[str, Any]) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _dataset(spec: str, seed: int) -> Any:
+def _dataset(spec: str, seed: int, size: int) -> Any:
     library = importlib.import_module("reasoning_gym")
     described = json.loads(spec)
     config = dict(described["config"])
     if described["name"] == "composite":
         kind = importlib.import_module("reasoning_gym.composite").DatasetSpec
         config["datasets"] = [kind(**entry) for entry in config["datasets"]]
-    # The size is a bound on places, and nothing is made beforehand.
-    return library.create_dataset(described["name"], seed=seed, size=1 << 30, **config)
+    return library.create_dataset(described["name"], seed=seed, size=size, **config)
 
 
-def _item(dataset: Any, request: dict[str, Any]) -> dict[str, Any] | None:
+def _item(dataset: Any, request: dict[str, Any], begin: int) -> dict[str, Any] | None:
     for place in range(request["start"], request["start"] + TRIES):
-        entry = dataset[place]
+        entry = dataset[place - begin]
         question = str(entry["question"])
         held_out = name_seed("reasoning-gym split", question) % 10_000 < request["share"] * 10_000
         if held_out == request["held_out"]:

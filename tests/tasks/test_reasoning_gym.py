@@ -54,6 +54,29 @@ def test_problems_are_the_same_every_time_and_splits_never_meet(mix: ReasoningGy
     assert len({p.id for p in train + held_out}) == 90
 
 
+@pytest.mark.parametrize("dataset", ["list_functions", "word_ladder", "pool_matrix"])
+def test_tasks_that_lay_out_their_problems_or_bound_their_seeds(dataset: str) -> None:
+    task = ReasoningGym(dataset, workers=1, seconds=10.0)
+    prompts = [task.prompt(split, i) for split in ("train", "eval") for i in (0, 1, 70_000)]
+    assert len({p.text for p in prompts}) == 6
+    assert task.prompt("eval", 1) == prompts[4]
+    for prompt in prompts:
+        assert task.grade(prompt, f"<answer>{prompt.gold}</answer>").score == 1.0
+        assert task.grade(prompt, "<answer>?</answer>").score == 0.0
+    task.close()
+
+
+def test_laid_out_or_not_an_item_is_the_same() -> None:
+    at_once = ReasoningGym("chain_sum", workers=1)
+    in_blocks = ReasoningGym("chain_sum", workers=1)
+    in_blocks._spec["block"] = True
+    for split in ("train", "eval"):
+        for index in (0, 3, 40_000):
+            assert in_blocks.prompt(split, index) == at_once.prompt(split, index)
+    at_once.close()
+    in_blocks.close()
+
+
 HACKS = [
     'entry["answer"].split()',
     "[entry['answer']]",

@@ -356,7 +356,11 @@ def _run_here(run_dir: Path, job: Callable[[Any], int]) -> int:
                 traceback.print_exc(file=log)
             raise ValueError(f"{error} (traceback in {run_dir / 'log.txt'})") from error
 
-    return ranks.leave(*_guarded(logged))
+    try:
+        return ranks.leave(*_guarded(logged))
+    except Exception as error:
+        ranks.crashed(error)
+        raise
 
 
 def _world_size(nproc: int | None) -> int | None:

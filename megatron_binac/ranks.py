@@ -162,6 +162,17 @@ def leave(code: int, message: str) -> int:
     return 0 if code in STOPPED else code
 
 
+def crashed(error: BaseException) -> None:
+    """Leave word of a bug, which keeps its traceback, for the batch script of a job.
+
+    Srun ends the other ranks by SIGTERM and hands on the highest code, which then looks like a
+    stop. Under torchrun nothing is left: it may start the ranks again.
+    """
+    if EXIT_FILE in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        words = str(error).strip().partition("\n")[0]
+        leave(1, f"{type(error).__name__}: {words}" if words else type(error).__name__)
+
+
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, however it dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

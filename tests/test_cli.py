@@ -190,6 +190,31 @@ def test_folder_of_another_run_is_left_alone(
     assert contents(tmp_path) == before
 
 
+def test_a_crash_leaves_word_for_the_batch_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr(cli.importlib, "import_module", broken)
+    monkeypatch.setattr(ranks, "children_die_too", lambda: None)
+    monkeypatch.setattr(ranks, "set_defaults", lambda env, ranks_here: None)
+    monkeypatch.setattr(sys, "warnoptions", ["default"])
+    for under_torchrun in (False, True):
+        path = tmp_path / f"exit-{under_torchrun}.json"
+        monkeypatch.setenv("BINAC_EXIT_FILE", str(path))
+        monkeypatch.setenv("RANK", "1")
+        if under_torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with pytest.raises(RuntimeError, match="out of luck"):
+            cli._run_here(tmp_path, lambda setup: 0)
+        if under_torchrun:  # which may start the ranks again
+            assert not path.exists()
+        else:
+            said = json.loads(path.read_text())
+            assert said == {"code": 1, "message": "[rank 1] RuntimeError: out of luck"}
+
+
 def test_a_start_that_failed_or_was_killed_leaves_its_folder_free(
     calls: list[tuple], tmp_path: Path
 ) -> None:

@@ -153,7 +153,7 @@ binac_newest() { # the newest checkpoint of what this task makes, if it makes an
   ls "${binac_makes[binac_task]}/checkpoints" 2>/dev/null | grep '^step_' | sort | tail -n 1
 }
 binac_end() { # runs when the batch script ends, however it ends
-  local code=$? said="" draft newest idle failures state
+  local code=$? said="" draft newest idle failures state pulse
   set +e
   trap - EXIT
   if [[ -s $BINAC_EXIT_FILE ]]; then
@@ -196,8 +196,14 @@ binac_end() { # runs when the batch script ends, however it ends
   else
     echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>"$binac_record.failures"
     failures=$(wc -l <"$binac_record.failures")
+    # A hung rank ends by SIGALRM, srun then ends the others by SIGTERM and gives the highest code.
+    pulse=${binac_makes[binac_task]}/pulse
+    if [[ $code == 143 && -n $(find "$pulse" -name '*.stack' -size +0 2>/dev/null) ]]; then
+      code=142
+    fi
     case $code in
       142) echo "binac: hung: no phase began for $BINAC_HANG_SECONDS s; binac status --stacks" ;;
+      143) echo "binac: a rank has failed, and srun has ended the others" ;;
       137) echo "binac: a rank was killed (kill -9, or out of memory)" ;;
       *) echo "binac: failed with $code" ;;
     esac

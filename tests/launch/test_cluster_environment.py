@@ -84,7 +84,7 @@ def test_the_generated_text(cluster: Cluster, probe: str) -> None:
     assert "#SBATCH --nodes=2" in batch
     # In the end of the job nothing may fail before -e is off, or it would not be requeued.
     body = batch[batch.index("binac_end() {"):].splitlines()[1:3]
-    assert body == ['  local code=$? said="" draft newest idle failures state', "  set +e"]
+    assert body == ['  local code=$? said="" draft newest idle failures state pulse', "  set +e"]
 
 
 def test_values_secrets_hosts_and_ports_of_running_jobs(cluster: Cluster, probe: str) -> None:

@@ -95,6 +95,24 @@ def test_a_stop_goes_back_into_the_queue_as_often_as_it_moves_on(
         assert f"stopped with step_{restart:06d}" in words
 
 
+def test_a_crash_is_no_stop_though_srun_ends_the_other_ranks(tmp_path: Path, train: Stage) -> None:
+    """The code of srun is the highest: 143 of those that it has ended."""
+    row = json.dumps({"code": 1, "message": "RuntimeError: out of luck"})
+    body = f"echo '{row}' >$BINAC_EXIT_FILE; (exit 143)"
+    code, words, requeued = life(tmp_path, train, body)
+    assert (code, requeued) == (143, ["requeue 4711"])
+    assert "out of luck" in words
+    assert "a rank has failed, and srun has ended the others" in words
+    assert "failure 1 of at most 2" in words
+    stack = tmp_path / "e" / "quickstart" / "pulse" / "rank_00001.stack"
+    stack.parent.mkdir(parents=True)
+    stack.write_text("where it stood")
+    _, words, requeued = life(tmp_path, train, body, restart=1)
+    assert "hung: no phase began for" in words
+    assert "failure" not in words.partition("hung")[2]
+    assert requeued == []
+
+
 def test_stops_without_progress_come_to_an_end(tmp_path: Path, train: Stage) -> None:
     checkpoint(tmp_path, 2)
     requeues = [

@@ -281,7 +281,10 @@ class EngineConfig:
     tp: int = 1
     """vLLM: neighbouring ranks that hold one replica."""
     urls: list[str] = field(default_factory=list)
-    """vllm_server: addresses of the replicas, as http://host:8000."""
+    """vllm_server: addresses of the replicas, as http://host:8000. An entry `$NAME` stands for what
+    that variable holds when the run starts, several with commas between them."""
+    wait_s: float = 900.0
+    """vllm_server: seconds that servers may take to start, counted from the start of the run."""
     transport: Literal["auto", "memory", "file", "ipc", "nccl"] = "auto"
     """How new weights get there: within the process, as files, over CUDA IPC, over NCCL. auto:
     memory for vllm, file for vllm_server."""
@@ -295,7 +298,7 @@ class EngineConfig:
     """vLLM on a GPU: give its memory up while a role learns; with offload_idle."""
     address: str = "127.0.0.1"
     port: int = 29600
-    """Transport nccl: where the servers' workers meet the first rank."""
+    """Transport nccl: where the servers' workers meet the first rank; address may be `$NAME`."""
     workers_per_server: int = 1
     correct: bool = True
     """Weigh tokens by learner/engine, capped at 2, where the engine has numerics of its own and
@@ -321,7 +324,7 @@ class EngineConfig:
             0 < self.memory_share < 1,
             f"engine.memory_share is {self.memory_share}, expected in (0, 1)",
         )
-        for name in ("tp", "bucket_mib", "workers_per_server"):
+        for name in ("tp", "bucket_mib", "workers_per_server", "wait_s"):
             _check(
                 getattr(self, name) > 0,
                 f"engine.{name} is {getattr(self, name)}, expected 1 or more",

@@ -40,6 +40,8 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=whole(1), metavar="N", help="instead of the profile's"
     )
+    text = "further nodes for vLLM servers, by role: actor=1,critic=1"
+    parser.add_argument("--servers", metavar="ROLE=N,...", help=text)
     parser.add_argument("--time", metavar="LIMIT", help="of one job, instead of the profile's")
     parser.add_argument(
         "--port", type=whole(1, 65535), metavar="P", help="meeting point of the ranks"

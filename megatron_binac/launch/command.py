@@ -16,7 +16,7 @@ from typing import Any
 from megatron_binac import config as configs
 from megatron_binac import recipes
 from megatron_binac.config import Config
-from megatron_binac.launch import preflight, records, script, stages, watch
+from megatron_binac.launch import preflight, records, script, servers, stages, watch
 from megatron_binac.launch import site as sites
 from megatron_binac.launch.preflight import Violation
 from megatron_binac.launch.records import Request
@@ -59,12 +59,19 @@ def _launch(args: argparse.Namespace, layout: Layout) -> int:
         raise ValueError(
             f"--executor local is one rank, got {site.ranks_per_node}; use --executor torchrun"
         )
+    served = servers.parse(args.servers)
+    if served and executor != "slurm":
+        raise ValueError(
+            f"--servers needs --executor slurm, got {executor}; start servers by hand and name "
+            "them in engine.urls (docs/engines.md)"
+        )
     violations: list[Violation] = []
     settings: list[list[str]] = []
     for recipe in args.recipes:
         try:
             base = recipes.get(recipe)
-            settings.append([*layout(args, base), *_anchored(base, site), *args.set])
+            own = servers.settings(served)
+            settings.append([*layout(args, base), *_anchored(base, site), *own, *args.set])
         except ValueError as error:
             violations.append(Violation(what="recipe", found=str(error), fix="mend the name"))
     name = args.name or "-".join(dict.fromkeys(args.recipes))
@@ -80,6 +87,7 @@ def _launch(args: argparse.Namespace, layout: Layout) -> int:
         sweep=args.sweep,
         stages=_wanted(args),
         chained_jobs=args.jobs,
+        servers=served,
         site=sites.to_dict(site),
     )
     experiment = Experiment(name=name, folder=folder, variants=(), chained_jobs=args.jobs)

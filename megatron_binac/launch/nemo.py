@@ -33,13 +33,19 @@ def executor_of(stage: Stage, where: Site, *, nodes: int, todo: Sequence[int], f
     if where.container_image and not any(_covers(m, where.workdir) for m in mounts):
         mounts.append(f"{where.workdir}:{where.workdir}")
     cpus = where.cpus_per_rank * (ranks if torchrun else 1)
+    srun_args = [*where.srun_args]
+    total = nodes + sum(stage.servers.values())
+    if stage.servers:
+        # The ranks' own step, beside those of the servers.
+        num = nodes if torchrun else nodes * ranks
+        srun_args += ["--relative=0", f"--nodes={nodes}", f"--ntasks={num}"]
     on_gpus = where.gpus_per_node and (whole or not where.one_rank_partition)
     return run.SlurmExecutor(
         account=where.account,
         partition=partition or None,
         qos=where.qos or None,
         time=where.time,
-        nodes=nodes if whole else 1,
+        nodes=total if whole else 1,
         ntasks_per_node=1 if torchrun else ranks,
         cpus_per_task=cpus or None,
         gpus_per_node=where.gpus_per_node if on_gpus else None,
@@ -52,8 +58,8 @@ def executor_of(stage: Stage, where: Site, *, nodes: int, todo: Sequence[int], f
         job_name_prefix="binac.",
         container_image=where.container_image or None,
         container_mounts=mounts,
-        srun_args=list(where.srun_args) or None,
-        setup_lines=script.of_batch(stage, where, folder),
+        srun_args=srun_args or None,
+        setup_lines=script.of_batch(stage, where, folder, nodes=nodes),
         dependency_type=stage.when,
         additional_parameters=further,
         packager=_packager(where),

@@ -18,15 +18,14 @@ from pathlib import Path
 
 from megatron_binac import run_folder
 from megatron_binac.config import Config, ParallelConfig, RoleConfig
-from megatron_binac.launch import slurm
+from megatron_binac.launch import servers, slurm
+from megatron_binac.launch.servers import RESERVED
 from megatron_binac.launch.site import SECRET_NAME, Site, seconds
 from megatron_binac.launch.stages import Experiment
 from megatron_binac.planner import hardware
 from megatron_binac.planner import memory as memory_of
 from megatron_binac.planner.shapes import Shape
 
-RESERVED = "/nemo_run"
-"""NeMo-Run replaces this text by a job's folder wherever it stands in a script."""
 SAVED_BYTES = 4 + 4 + 8
 """Of a parameter in a checkpoint: its weight, its fp32 copy, two moments of Adam."""
 GIB = 2**30
@@ -65,7 +64,7 @@ def check(
     ]
     if executor == "slurm":
         found += [*limits(site), *container(site), *code(site, Path.cwd(), allow_dirty)]
-        found += cluster(site, nodes, experiment)
+        found += [*serving(site, experiment), *cluster(site, nodes, experiment)]
     else:
         found += this_machine(site, experiment, ranks)
     return found
@@ -264,6 +263,48 @@ def code(site: Site, checkout: Path, allow_dirty: bool) -> Iterator[Violation]:
         )
 
 
+def serving(site: Site, experiment: Experiment) -> Iterator[Violation]:
+    """Whether the servers of `--servers` fit on their nodes, and can be started."""
+    for role in experiment.servers:
+        for variant in experiment.variants:
+            own: RoleConfig | None = getattr(variant.config, role)
+            if own is None:
+                continue
+            if own.engine.urls != [f"${servers.variable(role)}"]:
+                yield Violation(
+                    what="servers",
+                    found=f"{role}.engine.urls is {own.engine.urls}, and --servers starts others",
+                    fix=f"leave out --set {role}.engine.urls, or --servers",
+                )
+            elif own.engine.tp > max(1, site.gpus_per_node):
+                yield Violation(
+                    what="servers",
+                    found=f"{role}.engine.tp is {own.engine.tp}, and a node has "
+                    f"{site.gpus_per_node} GPUs",
+                    fix=f"lower {role}.engine.tp: a server is on one node",
+                )
+            else:
+                continue
+            break
+    python = site.servers_python or site.python
+    if not experiment.servers or site.container_image:
+        return
+    asked = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run(
+            [python, "-c", asked], env=os.environ | site.env, capture_output=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Violation(what="servers", found=f"{python}: {error}", fix="mend servers_python")
+        return
+    if done.returncode and not site.setup:
+        yield Violation(
+            what="servers",
+            found=f"{python} has no vLLM",
+            fix="pip install 'megatron_binac[vllm]' there, or set servers_python to one that has",
+        )
+
+
 def cluster(site: Site, nodes: int, experiment: Experiment) -> list[Violation]:
     """Partition, time, nodes, GPUs, memory, account and QoS, as Slurm knows them."""
     if not slurm.available():
@@ -276,7 +317,8 @@ def cluster(site: Site, nodes: int, experiment: Experiment) -> list[Violation]:
         ]
     try:
         known = slurm.partitions()
-        found = list(partition(site, nodes, known))
+        further = sum(experiment.servers.values())
+        found = list(partition(site, nodes, known, further))
         found += memory(site, nodes, experiment, known)
         if site.container_image and "--container-image" not in slurm.call("srun", "--help"):
             found.append(
@@ -293,8 +335,10 @@ def cluster(site: Site, nodes: int, experiment: Experiment) -> list[Violation]:
     return found
 
 
-def partition(site: Site, nodes: int, known: Mapping[str, slurm.Partition]) -> Iterator[Violation]:
-    """Whether a partition of that name can hold the job."""
+def partition(
+    site: Site, nodes: int, known: Mapping[str, slurm.Partition], further: int = 0
+) -> Iterator[Violation]:
+    """Whether a partition of that name can hold the job; `further` nodes are for servers."""
     wanted = {name for name in (site.partition, site.one_rank_partition) if name}
     for name in sorted(wanted - known.keys()):
         yield Violation(
@@ -319,11 +363,12 @@ def partition(site: Site, nodes: int, known: Mapping[str, slurm.Partition]) -> I
             found=f"time is {site.time}, and {one.name} ends jobs after {one.time_s // 60} minutes",
             fix="lower it (--time): a job is requeued and goes on; or use another partition",
         )
-    if nodes > one.num_nodes:
+    if nodes + further > one.num_nodes:
+        asked = f"--nodes {nodes}" + (f" and {further} for --servers" if further else "")
         yield Violation(
             what="nodes",
-            found=f"--nodes {nodes}, and {one.name} has {one.num_nodes}",
-            fix="lower --nodes, or use another partition",
+            found=f"{asked}, and {one.name} has {one.num_nodes}",
+            fix=f"lower --nodes{' or --servers' if further else ''}, or use another partition",
         )
     if site.gpus_per_node > one.gpus:
         yield Violation(

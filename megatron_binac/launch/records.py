@@ -36,6 +36,8 @@ class Request:
     stages: list[str]
     chained_jobs: int
     site: dict[str, Any]
+    servers: dict[str, int] = field(default_factory=dict)
+    """Nodes for vLLM servers, by role."""
     submissions: list[dict[str, Any]] = field(default_factory=list)
     """One an experiment of NeMo-Run: id, folder, home, and the folder of each stage's job."""
 
@@ -50,6 +52,7 @@ class Request:
             name=self.name,
             folder=Path(self.folder),
             variants=found,
+            servers=self.servers,
             chained_jobs=self.chained_jobs,
         )
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_binac.launch import servers
 from megatron_binac.launch.site import Site
 from megatron_binac.launch.stages import STATE, Stage, draft_of
 from megatron_binac.pulse import HANG_SECONDS
@@ -52,6 +53,10 @@ def of_task(stage: Stage, index: int, site: Site, folder: Path, nproc: int) -> s
 
 def _prologue(stage: Stage, site: Site) -> list[str]:
     """The environment, the place, and the command of this task as "$@"."""
+    return [*_environment(site), *_choose(stage), 'mkdir -p "$(dirname "$makes")"']
+
+
+def _environment(site: Site) -> list[str]:
     # Under NeMo-Run's script srun gives ranks a terminal; a log wants plain lines.
     lines = ["set -euo pipefail", "export TERM=dumb"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.env.items()]
@@ -64,8 +69,6 @@ def _prologue(stage: Stage, site: Site) -> list[str]:
         lines.append(f"cd {shlex.quote(site.workdir)}")
     else:
         lines.append('export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"')
-    lines += _choose(stage)
-    lines.append('mkdir -p "$(dirname "$makes")"')
     return lines
 
 
@@ -91,7 +94,7 @@ def _torchrun(python: str, site: Site) -> list[str]:
         "# In-job restarts by nvidia-resiliency-ext where it is installed.",
         "resilient=nvidia_resiliency_ext.fault_tolerance.launcher",
         f'if {python} -c "import $resilient" 2>/dev/null; then runner=$resilient; fi',
-        f'exec {python} -m "$runner" --nnodes "$SLURM_NNODES" '
+        f'exec {python} -m "$runner" --nnodes "$SLURM_STEP_NUM_NODES" '
         f"--nproc-per-node {site.ranks_per_node} --node-rank \"$SLURM_NODEID\" "
         '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" '
         f'--rdzv-endpoint "$MASTER_ADDR:$BINAC_PORT" --max-restarts {site.retries} '
@@ -99,8 +102,29 @@ def _torchrun(python: str, site: Site) -> list[str]:
     ]
 
 
-def of_batch(stage: Stage, site: Site, folder: Path) -> str:
-    """Lines of the batch script, which runs on the job's first node and outside a container."""
+def of_servers(stage: Stage, site: Site) -> dict[str, str]:
+    """By role, the script of each of its servers."""
+    found: dict[str, str] = {}
+    first = 0
+    for role, nodes in stage.servers.items():
+        lines = [*_environment(site), 'case "${SLURM_ARRAY_TASK_ID:-0}" in']
+        for index, task in enumerate(stage.tasks):
+            place = servers.folder(task.engines, role)
+            lines += [
+                f"  {index})",
+                f"    set -- {shlex.join(task.serves[role])}",
+                f"    folder={shlex.quote(str(place))} ;;",
+            ]
+        tp = stage.server_tp[role]
+        lines += ["esac", *servers.of_server(role, first, tp, site)]
+        found[role] = "\n".join(lines) + "\n"
+        first += nodes * servers.num_per_node(site, tp)
+    return found
+
+
+def of_batch(stage: Stage, site: Site, folder: Path, *, nodes: int = 1) -> str:
+    """Lines of the batch script, which runs on the job's first node and outside a container;
+    `nodes` are those of the ranks."""
     records = [str(stage.record(folder, index)) for index in range(len(stage.tasks))]
     drafts = [str(draft_of(task.makes)) if task.drafted else "" for task in stage.tasks]
     port = str(site.port) if site.port else _PORT
@@ -127,12 +151,15 @@ def of_batch(stage: Stage, site: Site, folder: Path) -> str:
         f"export {' '.join(exported)}",
         f"binac_retries={site.retries} binac_idle_lives={IDLE_LIVES}",
         f"binac_stopped={shlex.quote(' '.join(map(str, STOPPED)))}",
-        _END,
+        _END.replace("@SERVERS@", servers.END if stage.servers else ""),
         "trap binac_end EXIT",
         "# Ended by a signal, bash would hand binac_end the code of whatever came last: 0.",
         "trap : HUP INT QUIT TERM USR1 USR2 XCPU",
         _BEGIN,
     ]
+    if stage.servers:
+        scripts = of_servers(stage, site)
+        lines += servers.of_batch(stage.servers, stage.server_tp, scripts, site, nodes=nodes)
     return "\n".join(lines) + "\n"
 
 
@@ -156,7 +183,7 @@ binac_end() { # runs when the batch script ends, however it ends
   local code=$? said="" draft newest idle failures state pulse
   set +e
   trap - EXIT
-  if [[ -s $BINAC_EXIT_FILE ]]; then
+@SERVERS@  if [[ -s $BINAC_EXIT_FILE ]]; then
     said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$BINAC_EXIT_FILE")
     echo "binac: the ranks say: $(cat "$BINAC_EXIT_FILE")"
   fi

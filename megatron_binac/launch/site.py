@@ -77,6 +77,10 @@ class Site:
     """For pyxis: a .sqsh file or a registry's name; "" is bare metal."""
     container_mounts: tuple[str, ...] = ()
     """from:to, or from:to:flags."""
+    servers_python: str = ""
+    """Interpreter that has vLLM, for `--servers`; "" is `python`."""
+    servers_args: tuple[str, ...] = ()
+    """Further arguments of `vllm serve`, one word each."""
     code: Literal["installed", "git"] = "installed"
     """`git` sends the last commit of the current checkout along with each job."""
 

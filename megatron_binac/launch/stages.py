@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from typing import Literal
 from megatron_binac import config as configs
 from megatron_binac import recipes, run_folder
 from megatron_binac.config import Config
+from megatron_binac.launch import servers
 
 STATE = ".launch"
 """Folder of an experiment's own records, inside the experiment's folder."""
@@ -49,6 +50,10 @@ class Task:
     """Whether the command writes `draft_of(makes)`, which becomes `makes` once it has succeeded."""
     key: str = ""
     """Whatever else decides the output, for the fingerprint."""
+    serves: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By role: what one of its servers runs."""
+    engines: Path = Path()
+    """The run whose roles the servers serve."""
 
     @property
     def fingerprint(self) -> str:
@@ -72,6 +77,10 @@ class Stage:
     """Whether it runs on every rank of the job, or is one process."""
     state: str = ""
     """Name under which it keeps its records; chained jobs share one."""
+    servers: Mapping[str, int] = field(default_factory=dict)
+    """By role: nodes beside those of the ranks, for vLLM servers."""
+    server_tp: Mapping[str, int] = field(default_factory=dict)
+    """By role: GPUs of one server."""
 
     def record(self, folder: Path, index: int) -> Path:
         """What the records of task `index` start with."""
@@ -92,6 +101,8 @@ class Experiment:
     name: str
     folder: Path
     variants: tuple[Variant, ...]
+    servers: Mapping[str, int] = field(default_factory=dict)
+    """Nodes for vLLM servers, by role."""
     chained_jobs: int = 1
     """Jobs that the training may take one after the other, beside requeues."""
 
@@ -183,12 +194,46 @@ def _warm_start(experiment: Experiment, role: str) -> Stage | None:
 
 def train(experiment: Experiment) -> Stage:
     """The bilevel training itself."""
+    server_tp = _server_tp(experiment)
     tasks = []
     for variant in experiment.variants:
         place = experiment.run_dir(variant)
         argv = ("train", variant.recipe, "--run-dir", str(place), *_sets(variant))
-        tasks.append(Task(argv=argv, makes=place, key=configs.to_json(variant.config)))
-    return Stage(name="train", tasks=tuple(tasks), after=("warm_actor", "warm_critic"))
+        task = Task(argv=argv, makes=place, key=configs.to_json(variant.config))
+        tasks.append(_served(task, experiment, variant))
+    return Stage(
+        name="train",
+        tasks=tuple(tasks),
+        after=("warm_actor", "warm_critic"),
+        servers=experiment.servers,
+        server_tp=server_tp,
+    )
+
+
+def _served(task: Task, experiment: Experiment, variant: Variant) -> Task:
+    place = experiment.run_dir(variant)
+    serves = {role: servers.command(variant.config, role, place) for role in experiment.servers}
+    return replace(task, serves=serves, engines=place)
+
+
+def _server_tp(experiment: Experiment) -> dict[str, int]:
+    """GPUs of a server by role; ValueError where variants differ, as one job script starts all."""
+    found: dict[str, int] = {}
+    for role in experiment.servers:
+        missing = [v.name for v in experiment.variants if getattr(v.config, role) is None]
+        if missing:
+            raise ValueError(
+                f"--servers asks for servers of the {role}, and {missing[0]} has no {role} that is "
+                "a model; leave it out"
+            )
+        tps = {getattr(v.config, role).engine.tp for v in experiment.variants}
+        if len(tps) > 1:
+            raise ValueError(
+                f"{role}.engine.tp is {sorted(tps)} over the variants, and --servers needs one; "
+                "launch them as experiments of their own"
+            )
+        found[role] = tps.pop()
+    return found
 
 
 def export(experiment: Experiment) -> Stage:
@@ -204,13 +249,21 @@ def export(experiment: Experiment) -> Stage:
 
 def evaluate(experiment: Experiment) -> Stage:
     """Every run on its held-out problems."""
+    server_tp = _server_tp(experiment)
     tasks = []
     for variant in experiment.variants:
         file = experiment.folder / "eval" / f"{variant.name}.json"
         argv = ("eval", str(experiment.run_dir(variant)), "--output", str(draft_of(file)))
         key = configs.to_json(variant.config)
-        tasks.append(Task(argv=argv, makes=file, drafted=True, key=key))
-    return Stage(name="eval", tasks=tuple(tasks), after=("train",))
+        task = Task(argv=argv, makes=file, drafted=True, key=key)
+        tasks.append(_served(task, experiment, variant))
+    return Stage(
+        name="eval",
+        tasks=tuple(tasks),
+        after=("train",),
+        servers=experiment.servers,
+        server_tp=server_tp,
+    )
 
 
 def bench(experiment: Experiment) -> Stage:

@@ -207,6 +207,9 @@ def logs(request: Request, stage: str | None) -> Iterator[str]:
             files = [p for p in Path(place).glob("*.out") if p.is_file()]
             for path in sorted(files, key=lambda p: p.stat().st_mtime):
                 yield f"== {name}: {path}\n{path.read_text(encoding='utf-8', errors='replace')}"
+    for path in sorted(Path(request.folder).glob(f"{STATE}/{stage or '*'}-*.servers-*.out")):
+        name = path.name.partition("-")[0]
+        yield f"== servers of {name}: {path}\n{path.read_text(encoding='utf-8', errors='replace')}"
 
 
 def cancel(request: Request, *, now: bool) -> list[str]:

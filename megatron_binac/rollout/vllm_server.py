@@ -9,6 +9,7 @@ NCCL.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -35,6 +36,9 @@ from megatron_binac.rollout.vllm_engine import (
 )
 from megatron_binac.types import Completion, Sampling
 
+logger = logging.getLogger(__name__)
+
+WAIT_STEP_S = 1.0
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --skip-tokenizer-init "
     "--load-format dummy --logprobs-mode raw_logprobs --enable-prefix-caching "
@@ -65,6 +69,8 @@ class ServerSettings:
     port: int = 29600
     workers_per_server: int = 1
     """For NCCL: where the servers' workers meet this job's first rank, and how many they are."""
+    wait_s: float = 900.0
+    """Seconds in which every server must answer for the first time."""
 
     def __post_init__(self) -> None:
         if not self.urls or not all(u.startswith(("http://", "https://")) for u in self.urls):
@@ -86,6 +92,7 @@ class VllmServerEngine:
         self._folder = Folder(settings.refit_dir) if settings.refit_dir is not None else None
         self._pool = ThreadPoolExecutor(settings.max_parallel * len(settings.urls))
         self._sender: Any = None
+        on_first(self._await_servers)
         if settings.transport != "file":
             self._sender = gpu_sender(
                 settings.transport,
@@ -99,10 +106,34 @@ class VllmServerEngine:
         else:
             on_first(lambda: self.init_weight_transfer_engine({}))
 
+    def _await_servers(self) -> None:
+        """Wait until all servers answer; OSError that names those that never did."""
+        until = time.monotonic() + self.settings.wait_s
+        missing = list(self.settings.urls)
+        told = False
+        while missing := [url for url in missing if not self._is_up(url)]:
+            if time.monotonic() > until:
+                raise OSError(
+                    f"no answer from {', '.join(missing)} within {self.settings.wait_s:g} s; see "
+                    "the servers' logs, mend engine.urls, or raise engine.wait_s"
+                )
+            if not told:
+                logger.info("waiting for servers: %s", ", ".join(missing))
+                told = True
+            time.sleep(WAIT_STEP_S)
+
+    def _is_up(self, url: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10.0) as response:
+                return response.status == 200
+        except (OSError, ValueError):
+            return False
+
     def generate(
         self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model."""
+        """See `Engine.generate`. Raises ValueError where prompt and answer do not fit the model,
+        OSError where a server is gone: what it was asked would be missing from the batch."""
         limit = self.settings.max_model_len
         check_request("the servers have", self.version, prompts, seeds, sampling, limit)
         num, urls = len(prompts), self.settings.urls
@@ -117,7 +148,11 @@ class VllmServerEngine:
             ]
             # Neighbours share prompts, and a server caches prefixes: runs, not every n-th.
             places = [urls[i * len(urls) // max(num, 1)] for i in range(num)]
-            return list(self._pool.map(lambda u, b: self._ask(u, b, sampling), places, bodies))
+            found = list(self._pool.map(lambda u, b: self._ask(u, b, sampling), places, bodies))
+            doubtful = {u for u, c in zip(places, found, strict=True) if c.finish == "failed"}
+            if gone := sorted(url for url in doubtful if not self._is_up(url)):
+                raise OSError(f"{', '.join(gone)} no longer answers; see the server's log")
+            return found
 
         return on_first(ask_all)
 

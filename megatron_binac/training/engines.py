@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -30,25 +32,26 @@ def build_engine(config: Config, role: str, learner: MegatronLearner, run_dir: P
     folder = run_dir / "engines" / role
     own_dir = folder / "refit" if settings.refit_dir is None else Path(settings.refit_dir) / role
     room = learner.config.model.max_sequence_length
+    write_model(folder / "model", learner.config, learner.vocab_size)
     if settings.kind == "vllm_server":
         transport = "file" if settings.transport == "auto" else settings.transport
         assert transport in ("file", "ipc", "nccl")
         return VllmServerEngine(
             weights,
             ServerSettings(
-                urls=tuple(settings.urls),
+                urls=addresses(settings.urls, os.environ),
                 max_model_len=room,
                 transport=transport,
                 refit_dir=own_dir if transport == "file" else None,
                 bucket_bytes=settings.bucket_mib << 20,
                 temperature=config.rollout.temperature,
-                address=settings.address,
+                address=_resolved(settings.address, os.environ),
                 port=settings.port,
+                wait_s=settings.wait_s,
                 workers_per_server=settings.workers_per_server,
             ),
         )
     by_file = settings.transport == "file"
-    write_model(folder / "model", learner.config, learner.vocab_size)
     return VllmEngine(
         weights,
         folder / "model",
@@ -67,6 +70,22 @@ def build_engine(config: Config, role: str, learner: MegatronLearner, run_dir: P
     )
 
 
+def addresses(urls: list[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """`engine.urls` with the variables that it names put in; ValueError where one is not set."""
+    return tuple(url for entry in urls for url in _resolved(entry, env).split(","))
+
+
+def _resolved(text: str, env: Mapping[str, str]) -> str:
+    if not text.startswith("$"):
+        return text
+    if not env.get(text[1:]):
+        raise ValueError(
+            f"engine.urls names the variable {text}, which is not set; `binac launch --servers` "
+            "sets it in its jobs, elsewhere export it or give the addresses"
+        )
+    return env[text[1:]]
+
+
 def write_model(folder: Path, role: RoleConfig, vocab_size: int) -> None:
     """A Hugging Face folder without weights: what vLLM needs to make the model. Collective."""
     model = replace(role.model, vocab_size=vocab_size)
@@ -74,7 +93,10 @@ def write_model(folder: Path, role: RoleConfig, vocab_size: int) -> None:
         dtype = "float32" if role.precision == "fp32" else "bfloat16"
         facts = families.of_model(model).config(model, dtype)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        # Whole or not at all: servers wait for it.
+        draft = folder / "config.draft"
+        draft.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        draft.replace(folder / "config.json")
     dist.barrier()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_binac import run_folder
 from megatron_binac.algo.chat_prompts import ChatTemplate, plain_render
-from megatron_binac.models import checkpoint, cpu
+from megatron_binac.models import cpu
 from megatron_binac.models.learner import MegatronLearner
 from megatron_binac.models.parallel import start_distributed
 from megatron_binac.rollout.hf_engine import (
@@ -26,7 +26,7 @@ from megatron_binac.rollout.rounds import RoundSettings, Seat, load_settings, ru
 from megatron_binac.rollout.standings import standings, table
 from megatron_binac.tasks import build_task
 from megatron_binac.tasks.base import Task, wording_of
-from megatron_binac.training.setup import build_players
+from megatron_binac.training.setup import build_players, load_weights
 from megatron_binac.types import Role
 
 RESULT = "result.json"
@@ -142,7 +142,7 @@ def _run_seats(run_dir: Path, step: str) -> dict[Role, Seat]:
             "--out to evaluate the newest one"
         )
     learners, players = build_players(config, run_dir, fresh_weights=True)
-    state = checkpoint.load(path, learners)
+    state = load_weights(path, learners, players)
     engines: dict[Role, Any] = {"actor": players.actor}
     if players.critic is not None:
         engines["critic"] = players.critic
@@ -153,7 +153,7 @@ def _run_seats(run_dir: Path, step: str) -> dict[Role, Seat]:
             tokenizer=players.tokenizer,
             template=players.template,
             end_ids=frozenset([players.tokenizer.end_id]),
-            num_parameters=_num_parameters(learners[role]),
+            num_parameters=_num_parameters(learners.get(role, learners["actor"])),
         )
         for role, engine in engines.items()
     }

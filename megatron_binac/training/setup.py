@@ -122,7 +122,7 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
             f"{run_dir}"
         )
     learners, players = build_players(config, run_dir, fresh_weights=True)
-    state = checkpoint.load(path, learners)
+    state = load_weights(path, learners, players)
     values = evaluate(players, config, num_prompts, learners["actor"].logprobs)
     if dist.get_rank() == 0:
         text = json.dumps({"run": str(run_dir), "step": state["step"], **values}, indent=2)
@@ -133,6 +133,18 @@ def run_eval(config: Config, run_dir: Path, *, num_prompts: int | None, output: 
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def load_weights(
+    path: Path, learners: dict[str, MegatronLearner], players: Players
+) -> dict[str, Any]:
+    """The weights of a checkpoint, for the learners and for the engines that have copies of their
+    own; its state."""
+    state = checkpoint.load(path, learners)
+    players.actor.publish(learners["actor"].num_updates)
+    if players.critic is not None:
+        players.critic.publish(learners.get("critic", learners["actor"]).num_updates)
+    return state
 
 
 def _log_to(run_dir: Path) -> None:

@@ -23,9 +23,11 @@ import pytest
 import torch
 
 from megatron_binac.models.parallel import start_distributed
+from megatron_binac.rollout import vllm_server
 from megatron_binac.rollout.refit import Checksum, read_folder
 from megatron_binac.rollout.vllm_engine import Weights
 from megatron_binac.rollout.vllm_server import ServerSettings, VllmServerEngine
+from megatron_binac.training import engines
 from megatron_binac.types import Sampling
 
 pytest.importorskip("safetensors", reason="weights go to servers in files of safetensors")
@@ -151,6 +153,19 @@ def test_one_prompt_that_fails_or_is_stale_does_not_sink_the_batch(
     made.close()
 
 
+def test_a_server_that_is_gone_ends_the_step(servers: list[StandIn], tmp_path: Path) -> None:
+    made = engine(servers, tmp_path)
+    made.publish(1)
+    servers[1].server.shutdown()
+    servers[1].server.server_close()
+    prompts = [np.asarray([i], np.int32) for i in (2, 3, 4, 7)]
+    with pytest.raises(OSError, match=f"{servers[1].url} no longer answers"):
+        made.generate(prompts, range(4), SAMPLING)
+    # What the other one alone is asked is answered.
+    assert [a.finish for a in made.generate(prompts[:1], [0], SAMPLING)] == ["stop"]
+    made.close()
+
+
 def test_a_server_with_other_weights_is_named(servers: list[StandIn], tmp_path: Path) -> None:
     made = engine(servers, tmp_path)
     servers[1].lies = True
@@ -160,6 +175,45 @@ def test_a_server_with_other_weights_is_named(servers: list[StandIn], tmp_path: 
     with pytest.raises(ValueError, match="call publish first"):
         made.generate([np.asarray([3], np.int32)], [1], SAMPLING)
     made.close()
+
+
+def test_servers_that_come_late_are_waited_for(
+    servers: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "WAIT_STEP_S", 0.05)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        late = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    weights = Weights(stream=lambda: iter(tensors()), metadata=list)
+    settings = ServerSettings(
+        urls=(servers[0].url, late), max_model_len=16, refit_dir=tmp_path, wait_s=0.3
+    )
+    start_distributed()
+    with pytest.raises(OSError, match=rf"no answer from {late} within 0\.3 s; .*raise engine"):
+        VllmServerEngine(weights, settings)
+    asked: list[str] = []
+    real = VllmServerEngine._is_up
+
+    def is_up(self: VllmServerEngine, url: str) -> bool:
+        asked.append(url)
+        return len(asked) > 3 and real(self, url)
+
+    monkeypatch.setattr(VllmServerEngine, "_is_up", is_up)
+    made = engine(servers, tmp_path)
+    first, second = (s.url for s in servers)
+    # One that has answered is not asked again.
+    assert asked == [first, second, first, second, first]
+    made.close()
+
+
+def test_addresses_may_come_from_the_environment() -> None:
+    env = {"A": "http://n1:1,http://n2:1", "EMPTY": ""}
+    assert engines.addresses(["http://x:1", "$A"], env) == (
+        "http://x:1", "http://n1:1", "http://n2:1"
+    )  # fmt: skip
+    for name in ("$B", "$EMPTY"):
+        with pytest.raises(ValueError, match=rf"the variable \{name}, which is not set"):
+            engines.addresses([name], env)
 
 
 def test_settings_are_checked() -> None:

@@ -12,7 +12,6 @@ import inspect
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["megatron_binac.training.setup"])
@@ -32,7 +33,9 @@ class Job:
     """Ranks that run `function(*args)`, each with the environment that torchrun would give it."""
 
     def __init__(self, world: int, function: Callable[..., Any], *args: Any) -> None:
-        port = _free_port()
+        # The store is here, as it is in torchrun's agent: a port that is looked for first and bound
+        # later may be somebody else's by then.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115
         self.pipes, self.ranks = [], []
         for rank in range(world):
@@ -43,7 +46,8 @@ class Job:
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
             }
             place = (inspect.getfile(function), function.__qualname__)
@@ -149,9 +153,3 @@ def _kill_group(pid: int | None) -> None:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)  # it has not yet made its own group
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

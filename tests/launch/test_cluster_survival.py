@@ -181,6 +181,21 @@ def test_a_job_of_all_nodes_waits_until_the_lost_one_is_back(
     assert_state(place)
 
 
+def test_a_job_that_a_better_partition_takes_the_nodes_of(
+    cluster: Cluster, standin: str
+) -> None:
+    site = cluster.site("low", partition="low", python=standin, env=cluster.gates("low", 3))
+    place = cluster.launch(site, "low", nodes=4)
+    cluster.wait_step(place, 3)
+    cluster.slurm("sbatch", "-A", "project", "-p", "high", "-N4", "--exclusive", "--wrap", "true")
+    cluster.wait_restarts(place, 1)
+    cluster.open("low", 3)
+    cluster.wait_done(place)
+    # Not a failure of its own, so it does not count as one.
+    assert not list((place / ".launch").glob("*.failures"))
+    assert_state(place)
+
+
 def test_out_of_retries_it_ends_with_a_reason_and_resume_goes_on(
     cluster: Cluster, standin: str
 ) -> None:

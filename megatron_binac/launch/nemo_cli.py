@@ -3,7 +3,7 @@
 `train_task`, `eval_task`, `report_task` give a `run.Partial` for an experiment of your own;
 `binac_local`, `binac_torchrun`, `binac_slurm` give executors, by name on the command line as well:
 
-    nemo binac train recipe=quickstart run_dir=/shared/runs/a --yes
+    nemo binac train recipe=quickstart folder=/shared/runs/a --yes
 
 Without `from __future__ import annotations`: NeMo-Run evaluates annotations that are text in a
 namespace of its own.
@@ -18,19 +18,19 @@ import nemo_run as run
 from megatron_binac.launch import site, tasks
 
 
-def train_task(recipe: str, run_dir: str, settings: Sequence[str] = ()) -> Any:
+def train_task(recipe: str, folder: str, settings: Sequence[str] = ()) -> Any:
     """`binac train` as a `run.Partial`, for `Experiment.add` with an executor of your own."""
-    return run.Partial(tasks.train, recipe=recipe, run_dir=run_dir, settings=list(settings))
+    return run.Partial(tasks.train, recipe=recipe, folder=folder, settings=list(settings))
 
 
-def eval_task(run_dir: str, output: str) -> Any:
+def eval_task(folder: str, output: str) -> Any:
     """`binac eval` as a `run.Partial`."""
-    return run.Partial(tasks.evaluate, run_dir=run_dir, output=output)
+    return run.Partial(tasks.evaluate, folder=folder, output=output)
 
 
-def report_task(run_dirs: Sequence[str], out: str) -> Any:
+def report_task(folders: Sequence[str], out: str) -> Any:
     """`binac report` as a `run.Partial`; give it one process."""
-    return run.Partial(tasks.report, run_dirs=list(run_dirs), out=out)
+    return run.Partial(tasks.report, folders=list(folders), out=out)
 
 
 @run.cli.factory

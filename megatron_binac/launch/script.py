@@ -90,14 +90,17 @@ def _torchrun(python: str, site: Site) -> list[str]:
     ranks do, and inherit nothing but the ignoring, which they replace by handlers of their own."""
     return [
         "trap '' TERM USR1 USR2",
-        "runner=torch.distributed.run",
-        "# In-job restarts by nvidia-resiliency-ext where it is installed.",
+        "# Ranks that torchrun has started again may never meet (seen with gloo), so that",
+        "# restarts inside the job are left to nvidia-resiliency-ext, where it is installed.",
+        "runner=torch.distributed.run restarts=0",
         "resilient=nvidia_resiliency_ext.fault_tolerance.launcher",
-        f'if {python} -c "import $resilient" 2>/dev/null; then runner=$resilient; fi',
+        f'if {python} -c "import $resilient" 2>/dev/null; then',
+        f"  runner=$resilient restarts={site.retries}",
+        "fi",
         f'exec {python} -m "$runner" --nnodes "$SLURM_STEP_NUM_NODES" '
         f"--nproc-per-node {site.ranks_per_node} --node-rank \"$SLURM_NODEID\" "
         '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" '
-        f'--rdzv-endpoint "$MASTER_ADDR:$BINAC_PORT" --max-restarts {site.retries} '
+        f'--rdzv-endpoint "$MASTER_ADDR:$BINAC_PORT" --max-restarts "$restarts" '
         '--signals-to-handle SIGINT -m megatron_binac "$@"',
     ]
 

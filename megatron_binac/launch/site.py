@@ -51,7 +51,7 @@ class Site:
     srun_args: tuple[str, ...] = ()
     """Further options of srun, one word each."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """srun starts every rank; or one torchrun a node does, and restarts them inside the job."""
+    """srun starts every rank; or one torchrun a node does."""
     port: int = 0
     """Meeting point of the ranks; 0 takes one from the job's id."""
 

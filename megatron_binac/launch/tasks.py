@@ -1,5 +1,6 @@
 """Plain functions that NeMo-Run's tasks call on each rank; they need no NeMo-Run themselves.
 
+No argument may have a name that begins with "run": NeMo-Run's command line takes it for its own.
 Without `from __future__ import annotations`, for the reason in `nemo_cli`.
 """
 
@@ -8,20 +9,20 @@ import sys
 from collections.abc import Sequence
 
 
-def train(recipe: str, run_dir: str, settings: list[str] | None = None) -> None:
-    """Train a recipe in `run_dir`, or go on with it; on every rank of the job."""
-    flags = [part for text in settings or [] for part in ("--set", text)]
-    _binac(["train", recipe, "--run-dir", run_dir, *flags])
+def train(recipe: str, folder: str, settings: list[str] = []) -> None:  # noqa: B006
+    """Train a recipe in a run folder, or go on with it; on every rank of the job."""
+    flags = [part for text in settings for part in ("--set", text)]
+    _binac(["train", recipe, "--run-dir", folder, *flags])
 
 
-def evaluate(run_dir: str, output: str) -> None:
+def evaluate(folder: str, output: str) -> None:
     """Measure the newest checkpoint of a run; on every rank of the job."""
-    _binac(["eval", run_dir, "--output", output])
+    _binac(["eval", folder, "--output", output])
 
 
-def report(run_dirs: list[str], out: str) -> None:
+def report(folders: list[str], out: str) -> None:
     """Tables and curves of runs; one process."""
-    _binac(["report", *run_dirs, "--out", out])
+    _binac(["report", *folders, "--out", out])
 
 
 def _binac(argv: Sequence[str]) -> None:

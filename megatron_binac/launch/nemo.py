@@ -36,7 +36,7 @@ def executor_of(stage: Stage, where: Site, *, nodes: int, todo: Sequence[int], f
     srun_args = [*where.srun_args]
     total = nodes + sum(stage.servers.values())
     if stage.servers:
-        # The ranks' own step, beside those of the servers.
+        # The ranks' own step, on the first nodes.
         num = nodes if torchrun else nodes * ranks
         srun_args += ["--relative=0", f"--nodes={nodes}", f"--ntasks={num}"]
     on_gpus = where.gpus_per_node and (whole or not where.one_rank_partition)

@@ -118,6 +118,7 @@ def of_batch(
     """Lines of the batch script that start all servers and export where they are; `nodes` are the
     ranks' own, `scripts` what each server of a role runs."""
     lines = [
+        _SERVE.strip(),
         'mapfile -t binac_hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         f"export BINAC_SERVE_PORT={PORT}",
     ]
@@ -133,22 +134,46 @@ def of_batch(
             "done",
             f"export {name}",
             f'echo "binac: servers of the {role}: ${name}"',
-            f"srun --overlap --relative={at_node} --nodes={count} --ntasks={num} "
-            f"--ntasks-per-node={each} --job-name={STEP}_{role} --kill-on-bad-exit=1 "
-            f'--output="$binac_record.servers-{role}-%t-$SLURM_JOB_ID-'
-            '${SLURM_RESTART_COUNT:-0}.out" '
+            f"binac_serve {role} {at_node} {count} --nodes={count} --ntasks={num} "
+            f"--ntasks-per-node={each} "
             + "".join(f"{word} " for word in _place(site))
-            + f"bash -c {shlex.quote(scripts[role])} </dev/null &",
+            + f"bash -c {shlex.quote(scripts[role])} &",
+            "binac_guards+=($!)",
         ]
         at_node, at_server = at_node + count, at_server + num
     return lines
 
 
-END = f"""
-  # Servers do not hear the TERM of a job's end and would be waited for.
+_SERVE = f"""
+binac_steps() {{ # WANTED: kill the servers' steps, or all others
   squeue --steps --noheader --job "$SLURM_JOB_ID" --format '%i %j' | while read -r step name; do
-    if [[ $name == {STEP}_* ]]; then scancel --signal=KILL "$step" 2>/dev/null; fi
+    case $name in
+      {STEP}_*) if [[ $1 == servers ]]; then scancel --signal=KILL "$step" 2>/dev/null; fi ;;
+      batch | extern | interactive) ;;
+      *) if [[ $1 == ranks ]]; then scancel --signal=KILL "$step" 2>/dev/null; fi ;;
+    esac
   done
+}}
+binac_serve() {{ # ROLE FIRST NUM SRUN-WORDS: the servers of a role; without them the ranks end too
+  local role=$1 hosts
+  hosts=$(IFS=,; echo "${{binac_hosts[*]:$2:$3}}")
+  shift 3
+  srun --overlap --mem=0 --nodelist="$hosts" --job-name={STEP}_"$role" --kill-on-bad-exit=1 \
+    --output="$binac_record.servers-$role-%t-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}.out" \
+    "$@" </dev/null
+  echo "binac: the servers of the $role ended with $?, and so do the ranks"
+  while true; do
+    binac_steps ranks
+    sleep 2
+  done
+}}
+binac_guards=()
+"""
+
+END = """
+  # Servers do not hear the TERM of a job's end and would be waited for.
+  kill "${binac_guards[@]}" 2>/dev/null
+  binac_steps servers
 """
 """Lines for the end of the batch script."""
 

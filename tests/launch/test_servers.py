@@ -90,7 +90,7 @@ def test_stages_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
 TOOLS = {
     "scontrol": "case $1 in show) [[ $2 == hostnames ]] && printf 'n%s\\n' 1 2 3 4 5 || "
     "echo JobState=RUNNING ;; requeue) ;; esac",
-    "srun": 'printf "<%s>" "$@" >>$NOTES; echo >>$NOTES',
+    "srun": 'echo "$(printf "<%s>" "$@")" >>$NOTES; exec sleep 9 >&- 2>&-',
     "squeue": "printf '%s\\n' '7.0 extern' '7.1 binac_servers_actor' '7.2 train'",
     "scancel": 'echo "scancel $*" >>$NOTES',
 }
@@ -103,7 +103,7 @@ def run_batch(tmp_path: Path, stage: Stage, site: Site, body: str) -> tuple[str,
     for name, text in TOOLS.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
-    text = f"set +e\n{script.of_batch(stage, site, tmp_path, nodes=2)}\nwait\n{body}\n"
+    text = f"set +e\n{script.of_batch(stage, site, tmp_path, nodes=2)}\n{body}\n"
     env = os.environ | {
         "PATH": f"{tools}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes"),
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-5]", "SLURM_ARRAY_TASK_ID": "1",
@@ -117,7 +117,7 @@ def test_servers_come_behind_the_ranks_each_with_a_port(tmp_path: Path) -> None:
     site = Site(workdir=str(tmp_path), gpus_per_node=4, ranks_per_node=4)
     stage = train(tmp_path, "critic.engine.tp=2")
     show = 'echo "$BINAC_SERVERS_ACTOR $BINAC_SERVERS_CRITIC"'
-    words, calls = run_batch(tmp_path, stage, site, show)
+    words, calls = run_batch(tmp_path, stage, site, f"{show}; sleep 1")
     port = 30000 + 7 * 16
     # The actor has two nodes of four servers, the critic one of two.
     actor = [f"http://n{3 + i // 4}:{port + i}" for i in range(8)]
@@ -125,14 +125,24 @@ def test_servers_come_behind_the_ranks_each_with_a_port(tmp_path: Path) -> None:
     assert f"{','.join(actor)} {','.join(critic)}" in words
     steps = [call for call in calls if call.startswith("<--overlap>")]
     flags = [
-        ("--relative=2", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"),
-        ("--relative=4", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2"),
+        ("--nodelist=n3,n4", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"),
+        ("--nodelist=n5", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2"),
     ]
     for step, wanted in zip(sorted(steps), flags, strict=True):
         assert all(f"<{flag}>" in step for flag in wanted)
         assert f"{tmp_path}/.launch/train-1.servers-" in step
     assert "scancel --signal=KILL 7.1" in calls
     assert not [call for call in calls if "7.0" in call or "7.2" in call]
+    assert "so do the ranks" not in words
+
+
+def test_without_their_servers_the_ranks_end(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(TOOLS, "srun", 'echo "$(printf "<%s>" "$@")" >>$NOTES; exit 9')
+    words, calls = run_batch(tmp_path, train(tmp_path), Site(workdir=str(tmp_path)), "sleep 3")
+    for role in BOTH:
+        assert f"binac: the servers of the {role} ended with 9, and so do the ranks" in words
+    assert "scancel --signal=KILL 7.2" in calls
+    assert "scancel --signal=KILL 7.0" not in calls
 
 
 def test_a_stage_without_servers_has_none_of_it(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ PATIENCE_S = 1200.0
 # Problems with gates, in grading, as prompts are also read before a run begins. A signal that asks
 # the run to stop opens all that are shut; but for it the grading of step S waits
 #   for the file GATE-S, where S is in GATES;
-#   from step 2 on in the first life of a job, from step 4 on in its second, from step 2 STOPS on in
-#   its last but one;
+#   from step 2 on until it was stopped there, then from step 4 on, at last from step 2 STOPS; the
+#   folder NOTES counts the lives of the job that were stopped so;
 #   for ever, in step HANG_AT or later, on the rank that takes the file HANG away.
 PACED = '''
 import os, signal, time
@@ -42,12 +42,18 @@ class Paced(Checksum):
     def grade(self, prompt, text):
         _, split, index = prompt.id.split("/")
         if split == "train":
-            step, lives = int(index) // PER_STEP, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            step = int(index) // PER_STEP
             gate = os.environ.get("GATE", "") + f"-{step}"
             shut = str(step) in os.environ.get("GATES", "").split(",")
-            early = lives < int(os.environ.get("STOPS", "0")) and step >= 2 * (lives + 1)
-            while (early or shut and not os.path.exists(gate)) and not asked_to_stop():
+            while shut and not os.path.exists(gate) and not asked_to_stop():
                 time.sleep(0.05)
+            if "NOTES" in os.environ:
+                stops = len(os.listdir(os.environ["NOTES"]))
+                if stops < int(os.environ["STOPS"]) and step >= 2 * (stops + 1):
+                    while not asked_to_stop():
+                        time.sleep(0.05)
+                    life = os.environ.get("SLURM_RESTART_COUNT", "0")
+                    open(os.path.join(os.environ["NOTES"], life), "w").close()
             if step >= int(os.environ.get("HANG_AT", "1000")):
                 try:
                     os.rename(os.environ["HANG"], os.environ["HANG"] + ".taken")

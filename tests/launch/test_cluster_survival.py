@@ -44,8 +44,10 @@ def limited(cluster: Cluster, chain: Path) -> Path:
 
     Submitted before the other jobs and looked at after them: it does nothing but wait for limits.
     """
+    notes = cluster.work / "limit-notes"
+    notes.mkdir()
     site = cluster.site(
-        "limit", time="00:01:00", stop_before_s=10, env={"STOPS": "3"},
+        "limit", time="00:01:00", stop_before_s=10, env={"STOPS": "3", "NOTES": str(notes)},
         exclude="node[2-4]", ranks_per_node=2,  # away from the nodes that others lose
     )  # fmt: skip
     return cluster.launch(site, "limit", *TP, nodes=1)
@@ -116,14 +118,15 @@ def test_a_run_that_its_time_limit_stops_three_times(
     cluster: Cluster, chain: Path, limited: Path
 ) -> None:
     (line,) = cluster.wait_done(limited)
-    # On a machine so slow that a signal comes before the ranks can hear it there is one more.
+    # On a slow machine a signal comes before the ranks can hear it, or before they are at the gate:
+    # there are more then.
     assert line["restarts"] >= 3
     assert "TimeLimit=00:01:00" in cluster.slurm("scontrol", "show", "job", line["job"])
     words = said(cluster, limited)
     assert words.count("; back into the queue") == line["restarts"]
     assert "failure" not in words
     log = (limited / RUN / "log.txt").read_text()
-    assert log.count("stopped by SIGTERM after saving") == 3
+    assert log.count("stopped by SIGTERM after saving") >= 3
     assert_as_undisturbed(limited, chain)
 
 

@@ -585,7 +585,25 @@ def _plan(args: argparse.Namespace) -> int:
 
     if args.recipe is None:
         return command.run(args, None)
-    return command.run(args, configs.override(recipes.get(args.recipe), args.set))
+    command.check(args)
+    return command.run(args, configs.override(recipes.get(args.recipe), args.set), _shape_of)
+
+
+def _shape_of(model: str) -> Any:
+    """The shape of FAMILY:SIZE, or of a Hugging Face config; ValueError for what is neither."""
+    from megatron_binac.planner import shapes
+
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        return shapes.named(model)
+    from megatron_binac.models.convert import families
+
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        own = families.of_config(facts).read(facts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no config of a model that is known: {error}") from error
+    return shapes.Shape.of(own, own.vocab_size)
 
 
 def _bench(args: argparse.Namespace) -> int:

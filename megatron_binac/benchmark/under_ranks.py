@@ -32,6 +32,7 @@ def under_ranks(
     """
     config = workload_config(args.workload, args.set)
     if args.nproc and args.nproc > 1 and not dist.is_torchelastic_launched():
+        config.check_world(args.nproc)
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks += [f"--nproc-per-node={args.nproc}", "-m", "megatron_binac", "bench"]
         return subprocess.run([*ranks, *_without_nproc(own)], check=False).returncode

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from megatron_binac.arguments import positive, whole
 from megatron_binac.config import Config
 from megatron_binac.planner import hardware, published, shapes
-from megatron_binac.planner.layouts import Job, Planned, Search, search
+from megatron_binac.planner.layouts import Job, Planned, Search, names, search
 from megatron_binac.planner.shapes import Shape
 from megatron_binac.planner.speed import Shares
 
@@ -38,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
     gpus = ", ".join(hardware.all_gpus())
     parser.add_argument("--gpu", default="h100-80", metavar="NAME", help=f"one of {gpus}")
-    text = "shape of both roles instead of the recipe's, such as llama3:8b"
-    parser.add_argument("--model", metavar="FAMILY:SIZE", help=text)
-    parser.add_argument("--critic-model", metavar="FAMILY:SIZE", help="shape of the critic alone")
+    text = "shape of both roles instead of the recipe's: llama3:8b, or a folder or config.json of "
+    parser.add_argument("--model", metavar="MODEL", help=f"{text}Hugging Face's")
+    parser.add_argument("--critic-model", metavar="MODEL", help="shape of the critic alone")
+    text = "only layouts whose name has this text, as 'actor tp4 pp2' (repeatable)"
+    parser.add_argument("--layout", action="append", default=[], metavar="TEXT", help=text)
     parser.add_argument("--prompt-tokens", type=whole(1), default=200, metavar="N")
     text = "mean answer over the longest allowed (default 0.6)"
     parser.add_argument("--mean-share", type=positive, default=0.6, metavar="X", help=text)
@@ -54,9 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def run(args: argparse.Namespace, base: Config | None) -> int:
+def check(args: argparse.Namespace) -> None:
+    """ValueError for settings that a plan does not follow."""
+    for text in args.set:
+        if ".parallel." in text.partition("=")[0]:
+            raise ValueError(
+                f"--set {text}: binac plan looks for layouts itself; keep to some with --layout, "
+                "such as --layout 'actor tp4 pp2'"
+            )
+
+
+def run(
+    args: argparse.Namespace,
+    base: Config | None,
+    shape_of: Callable[[str], Shape] = shapes.named,
+) -> int:
     """Print a plan of the recipe `base`, a scaling table, or the check against published rows; the
-    exit code."""
+    exit code. `shape_of` knows the models by name."""
     if args.published:
         return _print_published(args)
     if base is None or args.gpus is None:
@@ -69,9 +85,14 @@ def run(args: argparse.Namespace, base: Config | None) -> int:
         raise ValueError(f"--gpus is {args.gpus}, expected 1 or more")
     if not 0 < args.mean_share <= 1:
         raise ValueError(f"--mean-share is {args.mean_share}, expected in (0, 1]")
-    jobs = [_job(args, base, count) for count in counts]
+    jobs = [_job(args, base, count, shape_of) for count in counts]
     shares = published.fit(published.modelled())
     found = [(job, search(job, shares)) for job in jobs]
+    if not any(result.tried for _, result in found):
+        raise ValueError(
+            f"no layout has {' and '.join(map(repr, args.layout))} in its name; names are as "
+            f"{names(jobs[-1])[0]!r}"
+        )
     if args.json:
         print(json.dumps([_as_dict(job, result, args, shares) for job, result in found], indent=2))
     elif len(found) == 1:
@@ -81,14 +102,16 @@ def run(args: argparse.Namespace, base: Config | None) -> int:
     return 0 if any(result.best for _, result in found) else 1
 
 
-def _job(args: argparse.Namespace, config: Config, gpus: int) -> Job:
+def _job(
+    args: argparse.Namespace, config: Config, gpus: int, shape_of: Callable[[str], Shape]
+) -> Job:
     own: dict[str, Shape] = {"actor": Shape.of(config.actor.model, config.task.vocab_size)}
     if config.critic is not None:
         own["critic"] = Shape.of(config.critic.model, config.task.vocab_size)
     if args.model is not None:
-        own = dict.fromkeys(own, shapes.named(args.model))
+        own = dict.fromkeys(own, shape_of(args.model))
     if args.critic_model is not None:
-        own["critic"] = shapes.named(args.critic_model)
+        own["critic"] = shape_of(args.critic_model)
     return Job(
         config=config,
         shapes=own,
@@ -97,6 +120,7 @@ def _job(args: argparse.Namespace, config: Config, gpus: int) -> Job:
         prompt_tokens=args.prompt_tokens,
         mean_share=args.mean_share,
         precision="bf16",
+        only=tuple(args.layout),
         price=args.price,
     )
 

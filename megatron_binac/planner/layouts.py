@@ -48,6 +48,8 @@ class Job:
     mean_share: float
     """Mean answer over the longest allowed."""
     precision: str
+    only: tuple[str, ...] = ()
+    """Layouts whose name lacks one of these texts are not looked at."""
     price: float | None = None
     """Of a GPU hour, in whatever currency; None: costs are GPU hours."""
 
@@ -166,6 +168,8 @@ def search(job: Job, shares: Shares) -> Search:
     tried = 0
     seen: set[tuple[str, str]] = set()
     for candidate in _candidates(job):
+        if not all(text in candidate.name for text in job.only):
+            continue
         tried += 1
         why = illegal(job, candidate)
         if why is not None:
@@ -237,6 +241,11 @@ def _candidates(job: Job) -> Iterator[Candidate]:
                 engine_gpus=engine_gpus,
                 micro_batch=micro,
             )
+
+
+def names(job: Job) -> list[str]:
+    """Names of every combination, legal or not."""
+    return [candidate.name for candidate in _candidates(job)]
 
 
 def illegal(job: Job, candidate: Candidate) -> str | None:

@@ -165,7 +165,8 @@ def named(name: str) -> Shape:
     if name not in models:
         close = difflib.get_close_matches(name, models, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"unknown model {name!r}; the closest is {close!r}, known are {', '.join(models)}"
+            f"unknown model {name!r}; the closest is {close!r}, known are {', '.join(models)}, and "
+            "files and folders with a config.json of Hugging Face's"
         )
     known_fields = {item.name for item in fields(Shape)}
     return Shape(**{key: value for key, value in models[name].items() if key in known_fields})

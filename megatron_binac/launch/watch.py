@@ -62,7 +62,9 @@ def _line(request: Request, stage: Stage, index: int, job: slurm.JobState | None
         state = "output is gone" if job.state == "COMPLETED" else job.state.lower()
     note = "" if finished or job is None else job.reason
     if not finished:
-        note = _last_words(stage.record(folder, index)) or note
+        words = _last_words(stage.record(folder, index))
+        alive = words and job is not None and job.is_live
+        note = f"its last life ended with: {words}" if alive else words or note
     progress = _progress(task.makes, request, index) if stage.name.startswith("train") else {}
     return Line(
         stage=stage.name,

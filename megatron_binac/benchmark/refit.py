@@ -37,7 +37,7 @@ from megatron_binac.rollout.refit import (
     send,
 )
 from megatron_binac.rollout.vllm_engine import Weights, check_replicas, write_once
-from megatron_binac.training.engines import build_engine
+from megatron_binac.training.engines import build_engine, prepare_engine
 
 DEFAULT_VOCAB = 320
 """Rows of the embedding where the workload's model names none."""
@@ -77,6 +77,7 @@ class Refits:
             if importlib.util.find_spec("safetensors") is not None:
                 self.ways["refit by files"] = self._by_files
         else:
+            prepare_engine("actor", learner, folder)
             self._engine = build_engine(config, "actor", learner, folder)
             self.ways = {f"refit of {learner.config.engine.kind}": self._publish}
 

@@ -21,8 +21,15 @@ from megatron_binac.rollout.vllm_engine import VllmEngine, VllmSettings, Weights
 from megatron_binac.rollout.vllm_server import ServerSettings, VllmServerEngine
 
 
+def prepare_engine(role: str, learner: MegatronLearner, run_dir: Path) -> None:
+    """Write what a vLLM engine makes its model from: of all roles before the first engine is built,
+    so that servers start side by side. Collective."""
+    if learner.config.engine.kind != "megatron":
+        write_model(run_dir / "engines" / role / "model", learner.config, learner.vocab_size)
+
+
 def build_engine(config: Config, role: str, learner: MegatronLearner, run_dir: Path) -> Engine:
-    """The engine that the role's config names; collective."""
+    """The engine that the role's config names, prepared before; collective."""
     settings = learner.config.engine
     if settings.kind == "megatron":
         return MegatronEngine(learner, max_sequences=config.rollout.max_sequences_per_batch)
@@ -32,7 +39,6 @@ def build_engine(config: Config, role: str, learner: MegatronLearner, run_dir: P
     folder = run_dir / "engines" / role
     own_dir = folder / "refit" if settings.refit_dir is None else Path(settings.refit_dir) / role
     room = learner.config.model.max_sequence_length
-    write_model(folder / "model", learner.config, learner.vocab_size)
     if settings.kind == "vllm_server":
         transport = "file" if settings.transport == "auto" else settings.transport
         assert transport in ("file", "ipc", "nccl")

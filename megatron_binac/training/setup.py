@@ -41,7 +41,7 @@ from megatron_binac.tasks.base import Cursor, Task, TeachingTask, corpus
 from megatron_binac.terms import Term
 from megatron_binac.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megatron_binac.training import pretrained
-from megatron_binac.training.engines import build_engine
+from megatron_binac.training.engines import build_engine, prepare_engine
 from megatron_binac.training.loop import CriticCollapse, Run, publish, train
 from megatron_binac.training.profiling import Profiling
 from megatron_binac.training.telemetry import Clock, Telemetry
@@ -206,11 +206,12 @@ def build_players(
         logger.info(
             "chosen: device %s, kernels %s, packing %s", cpu.device(), backend, packing.backend()
         )
+    sampled = {**learners, **({"critic": learners["actor"]} if config.shared_policy else {})}
+    for role, learner in sampled.items():
+        prepare_engine(role, learner, run_dir)
     engines = {
-        role: build_engine(config, role, learner, run_dir) for role, learner in learners.items()
+        role: build_engine(config, role, learner, run_dir) for role, learner in sampled.items()
     }
-    if config.shared_policy:
-        engines["critic"] = build_engine(config, "critic", learners["actor"], run_dir)
     players = Players(
         actor=engines["actor"],
         critic=engines.get("critic"),

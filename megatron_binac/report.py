@@ -239,7 +239,16 @@ def _draw(plot: Any, run: RunData, axis: str, turn: str, name: str, color: str) 
 def _rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").split("\n")
     # What follows the last newline is empty, or a line that is still being written.
-    return [json.loads(line) for line in lines[:-1]]
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}:{number} cannot be read as a run's metrics: {error}; take the line out, "
+                "or the file from a copy"
+            ) from error
+    return rows
 
 
 def _names(runs: list[RunData]) -> list[str]:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -98,7 +99,8 @@ class Speed:
     bandwidth_share: float
     """Of the measured copy of this device; of the bytes that the floor counts."""
     extra_mebibytes: float
-    """Peak memory of the step above what was allocated before it; nan on a CPU."""
+    """Peak memory of the step above what was allocated before it; nan where it is not measured (on
+    a CPU), which is null in JSON and a dash in the table."""
 
 
 TURNS, TREES = 4096, 128
@@ -465,7 +467,7 @@ def print_speeds(speeds: Sequence[Speed]) -> None:
         print(
             f"{s.task:<38} {s.implementation:<18} {s.milliseconds:>9.3f} {s.teraflops:>8.2f} "
             f"{s.flops_share:>6.1%} {s.gigabytes_per_second:>8.1f} {s.bandwidth_share:>7.1%} "
-            f"{s.extra_mebibytes:>9.1f}"
+            + (f"{'-':>9}" if math.isnan(s.extra_mebibytes) else f"{s.extra_mebibytes:>9.1f}")
         )
 
 
@@ -543,7 +545,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_parity(checks)
     if passed:
         speeds = measure_all(size, device, args.repeats)
-        result["rows"] = [asdict(speed) for speed in speeds]
+        result["rows"] = [
+            {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+            for row in map(asdict, speeds)
+        ]
         if not args.json:
             print_speeds(speeds)
     elif not args.json:

@@ -31,6 +31,10 @@ ADVICE = {
 }
 
 
+SEARCHED = (".engine.tp", ".engine.kind", ".max_tokens_per_micro_batch", ".precision")
+"""Ends of settings that a plan chooses itself."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `binac plan`."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="see `binac recipes`")
@@ -43,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--critic-model", metavar="MODEL", help="shape of the critic alone")
     text = "only layouts whose name has this text, as 'actor tp4 pp2' (repeatable)"
     parser.add_argument("--layout", action="append", default=[], metavar="TEXT", help=text)
-    parser.add_argument("--prompt-tokens", type=whole(1), default=200, metavar="N")
+    text = "mean length of a prompt (default 200, or what max_sequence_length leaves)"
+    parser.add_argument("--prompt-tokens", type=whole(1), metavar="N", help=text)
     text = "mean answer over the longest allowed (default 0.6)"
     parser.add_argument("--mean-share", type=positive, default=0.6, metavar="X", help=text)
     parser.add_argument(
@@ -59,10 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """ValueError for settings that a plan does not follow."""
     for text in args.set:
-        if ".parallel." in text.partition("=")[0]:
+        key = text.partition("=")[0]
+        if ".parallel." in key or key.endswith(SEARCHED):
             raise ValueError(
-                f"--set {text}: binac plan looks for layouts itself; keep to some with --layout, "
-                "such as --layout 'actor tp4 pp2'"
+                f"--set {text}: binac plan looks for layouts, engines and micro-batches itself and "
+                "counts in bf16; keep to some layouts with --layout, such as 'actor tp4 pp2 '"
             )
 
 
@@ -78,7 +84,7 @@ def run(
     if base is None or args.gpus is None:
         raise ValueError("got no recipe or no --gpus; expected binac plan RECIPE --gpus N")
     try:
-        counts = [int(text) for text in str(args.gpus).split(",")]
+        counts = sorted({int(text) for text in str(args.gpus).split(",")})
     except ValueError:
         raise ValueError(f"--gpus is {args.gpus!r}, expected 8 or 8,64,512") from None
     if min(counts) < 1:
@@ -117,12 +123,30 @@ def _job(
         shapes=own,
         gpu=hardware.gpu(args.gpu),
         gpus=gpus,
-        prompt_tokens=args.prompt_tokens,
+        prompt_tokens=_prompt_tokens(args.prompt_tokens, config),
         mean_share=args.mean_share,
         precision="bf16",
         only=tuple(args.layout),
         price=args.price,
     )
+
+
+def _prompt_tokens(asked: int | None, config: Config) -> int:
+    """Mean length of a prompt; ValueError where none of its turns would fit the model."""
+    rollout = config.rollout
+    longest = rollout.max_attempt_tokens
+    if rollout.criticised:
+        longest += rollout.max_feedback_tokens + rollout.max_revision_tokens
+    room = config.actor.model.max_sequence_length - longest
+    if asked is None:
+        return max(1, min(200, room))
+    if asked > room:
+        raise ValueError(
+            f"--prompt-tokens is {asked}, and the answers leave {room} of max_sequence_length "
+            f"{config.actor.model.max_sequence_length}; raise it with --set "
+            "actor.model.max_sequence_length=N and the critic's"
+        )
+    return asked
 
 
 def summary(job: Job, plan: Planned, steps: int) -> dict[str, float]:
@@ -195,28 +219,51 @@ def _text(job: Job, result: Search, args: argparse.Namespace) -> list[str]:
         f"figures of the GPU: {job.gpu.source}",
         "predicted, not measured; shares of the peaks fitted to published steps "
         "(binac plan --published)",
+        *_assumptions(job),
         "",
     ]
     if not result.best:
         return [*lines, f"none of {result.tried} layouts fits", *_why(result)]
     for number, plan in enumerate(result.best[:4]):
         rates = summary(job, plan, steps)
-        lines.append(f"{'best' if number == 0 else 'smaller'}: {plan.candidate.name}")
+        place = "best" if number == 0 else "slower, and smaller without its KV cache"
+        lines.append(f"{place}: {plan.candidate.name}")
         lines.append(
             f"  step {plan.step:,.1f} s, sampled {rates['sampled_tokens_per_second_per_gpu']:,.0f} "
             f"and trained {rates['trained_tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, "
             f"MFU {rates['mfu']:.1%}, bubble {rates['bubble_share_of_learning']:.1%} of learning"
         )
-        cost = f", {rates['cost']:,.0f} at {job.price} a GPU hour" if "cost" in rates else ""
-        lines.append(f"  {steps:,} steps: {rates['gpu_hours']:,.0f} GPU hours{cost}")
-        parts = [f"{k} {v:,.1f} s" for k, v in plan.phases.seconds.items() if v]
+        cost = f", {rates['cost']:,.4g} at {job.price} a GPU hour" if "cost" in rates else ""
+        lines.append(f"  {steps:,} steps: {rates['gpu_hours']:,.3g} GPU hours{cost}")
+        parts = [f"{k} {v:,.3g} s" for k, v in plan.phases.seconds.items() if v]
         lines.append(f"  phases: {', '.join(parts)}")
+        if plan.phases.seconds["fixed"] > plan.step / 2:
+            lines.append(
+                "  most of it is the constant outside the models, fitted to large jobs: not to be "
+                "believed for a small one"
+            )
         kinds = [f"{k} {v / 2**30:,.1f}" for k, v in plan.bytes_by_kind.items() if v]
         lines.append(
             f"  GiB of {job.gpu.memory / 2**30:.0f} on the fullest GPU: {', '.join(kinds)}; "
             f"together {plan.memory / 2**30:,.1f}"
         )
     return [*lines, *_why(result)]
+
+
+def _assumptions(job: Job) -> list[str]:
+    """What the figures take for granted and a user may not."""
+    lines = [
+        f"taken: prompts of {job.prompt_tokens} tokens (--prompt-tokens), answers at "
+        f"{job.mean_share:.0%} of their limit (--mean-share), sequence parallelism where tp > 1, "
+        "engines that sleep while a role learns, attempts, feedback, revisions and probe alone "
+        "(no value heads, look-ahead steps or further rounds)"
+    ]
+    if any(shape.num_experts for shape in job.shapes.values()):
+        lines.append(
+            "experts lie on the tensor-parallel ranks of a stage here (parallel.ep divides tp): no "
+            "layout spreads them wider"
+        )
+    return lines
 
 
 def _why(result: Search) -> list[str]:
@@ -271,6 +318,8 @@ def _scaling_text(found: Sequence[tuple[Job, Search]], args: argparse.Namespace)
             f"{rates['sampled_tokens_per_second_per_gpu']:>13,.0f} {rates['mfu']:>6.1%}  "
             f"{worst} {share:.0%}, {plan.candidate.name}"
         )
+    if sum(bool(result.best) for _, result in found) < 2:
+        return lines
     stop = stops_at(found)
     if stop is None:
         return [*lines, "twice the GPUs is worth 1.4 times the speed or more all the way"]

@@ -21,8 +21,10 @@ from megatron_binac.planner.shapes import Shape
 
 FORMULA = (
     "model FLOPs = 2 T W + 4 P N D L + 2 S V H forward (T real tokens, W layer weights a token "
-    "meets, P causal query-key pairs, S scored tokens), times 3 for training; MFU = model FLOPs / "
-    "(seconds x peak FLOP/s); HFU counts what was executed: padding and recomputation too"
+    "meets, P causal query-key pairs, S scored tokens), times 3 for training, and once more for a "
+    "reference; MFU = model FLOPs / (seconds x peak FLOP/s), every turn as if alone; HFU counts "
+    "what was executed: padding and recomputation too, and what turns share once, so that it can "
+    "be the smaller one"
 )
 
 

@@ -31,7 +31,7 @@ ALLOWANCE = 4 << 30
 """Bytes of a GPU for CUDA's context, NCCL's buffers and the allocator's gaps: assumed, not
 counted."""
 MICRO_BATCHES = (4096, 16384)
-"""Tokens of a micro-batch that are tried."""
+"""Tokens of a micro-batch that are tried; one that holds no whole sequence is raised to do so."""
 ENGINE_SHARES = (0.25, 0.5)
 """Shares of the GPUs that engines get for themselves where they live apart."""
 
@@ -84,6 +84,10 @@ class Job:
         """Kinds of turns that each role speaks."""
         if not self.config.rollout.criticised:
             return {"actor": ("attempt",)}
+        if self.config.critic is None:
+            # One policy for both, or a critic that is no model of this job.
+            shared = ("feedback",) if self.config.shared_policy else ()
+            return {"actor": ("attempt", *shared, "revision")}
         return {"actor": ("attempt", "revision"), "critic": ("feedback",)}
 
     def role(self, name: str) -> RoleConfig:
@@ -224,6 +228,8 @@ def _candidates(job: Job) -> Iterator[Candidate]:
         ParallelConfig(tp=tp, pp=pp, sequence_parallel=tp > 1, recompute=recompute)
         for tp, pp, recompute in itertools.product(sizes, stages, ("none", "full"))
     ]
+    least = max(job.role(role).model.max_sequence_length for role in job.kinds)
+    micro_batches = sorted({max(least, size) for size in MICRO_BATCHES})
     apart = [0, *(n for n in (int(job.gpus * s) for s in ENGINE_SHARES) if 0 < n < job.gpus)]
     roles = list(job.kinds)
     # A second role of the same shape gets the same layout: nothing would tell the two apart.
@@ -234,7 +240,7 @@ def _candidates(job: Job) -> Iterator[Candidate]:
         else itertools.product(layouts, repeat=len(roles))
     )
     for parallel in choices:
-        for engine_gpus, tp, micro in itertools.product(apart, sizes, MICRO_BATCHES):
+        for engine_gpus, tp, micro in itertools.product(apart, sizes, micro_batches):
             yield Candidate(
                 parallel=dict(zip(roles, parallel, strict=True)),
                 engine_tp=dict.fromkeys(roles, tp),
@@ -263,8 +269,11 @@ def illegal(job: Job, candidate: Candidate) -> str | None:
             return f"{role}: tp {parallel.tp} does not divide {shape.kv_heads} key-value heads"
         if shape.num_layers % (parallel.pp * parallel.vpp):
             return f"{role}: pp {parallel.pp} does not divide {shape.num_layers} layers"
-        if (candidate.engine_gpus or job.gpus) % engine_tp or shape.kv_heads % engine_tp:
+        if (candidate.engine_gpus or job.gpus) % engine_tp:
             return f"{role}: an engine of {engine_tp} GPUs does not divide what there is"
+        if shape.kv_heads % engine_tp:
+            heads = f"{shape.kv_heads} key-value heads"
+            return f"{role}: an engine's tp {engine_tp} does not divide {heads}"
         rows = sum(job.answers(kind).samples for kind in job.kinds[role])
         if training // ranks > rows:
             return f"{role}: {training // ranks} data-parallel ranks for {rows} sequences"
@@ -322,6 +331,11 @@ def bytes_by_kind(job: Job, candidate: Candidate) -> tuple[dict[str, int], float
         tile = max(tile, memory.TILE_BYTES)
         width = memory.DTYPE_BYTES[job.precision]
         engine = max(engine, shape.num_parameters * width // candidate.engine_tp[role])
+    if "critic" in job.shapes and "critic" not in candidate.parallel:
+        # It is loaded for evaluations and never asked in a step; taken as split like the actor.
+        actor = candidate.parallel["actor"]
+        idle = job.shapes["critic"].num_parameters * memory.DTYPE_BYTES[job.precision]
+        kinds["weights"] += idle // (actor.tp * actor.pp)
     free = job.gpu.memory - ALLOWANCE - sum(kinds.values())
     if candidate.engine_gpus:
         kinds["activations"] = activations

@@ -332,7 +332,7 @@ def test_what_is_no_run_is_refused_and_a_pattern_passes_it_over(tmp_path: Path) 
     with pytest.raises(ValueError, match="matches no run folder"):
         compare([str(runs / "c*")])
     (runs / "x" / "metrics.jsonl").write_text("{}\n{\n")
-    with pytest.raises(ValueError, match="x cannot be read as a run"):
+    with pytest.raises(ValueError, match=r"x/metrics\.jsonl:2 cannot be read as a run's"):
         compare([str(runs / "x")])
 
 

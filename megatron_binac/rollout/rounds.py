@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
+from megatron_binac import run_folder
 from megatron_binac.first_rank import on_first
 from megatron_binac.rollout.engine import Engine
 from megatron_binac.rollout.judging import Judging
@@ -205,6 +206,20 @@ def run_rounds(
     Collective: every rank calls it and gets the list. The first rank writes each batch to the file
     before the next one begins.
     """
+    with ExitStack() as stack:
+        # Two that write to one file would each sample what the other has.
+        on_first(lambda: stack.enter_context(run_folder.locked(folder)))
+        return _played(actor, critic, task, settings, folder, progress)
+
+
+def _played(
+    actor: Seat,
+    critic: Seat | None,
+    task: Task,
+    settings: RoundSettings,
+    folder: Path,
+    progress: Callable[[int, int], None],
+) -> list[Item]:
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     held = on_first(lambda: read_items(folder))
     found = {(item["id"], item["sample"]): item for item in held}

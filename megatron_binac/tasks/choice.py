@@ -159,7 +159,7 @@ def final_letter(text: str, options: Sequence[str]) -> str | None:
     (X)", "option X is correct". A letter with a question mark behind it is a thought. Without any
     statement, a last line that is a letter alone, or the text of one option, counts.
     """
-    if "<think>" in text and "</think>" not in text:
+    if text.rfind("<think>") > text.rfind("</think>"):
         return None
     said = text.rpartition("</think>")[2]
     allowed = LETTERS[: len(options)]
@@ -284,7 +284,10 @@ def question_of(row: Row) -> tuple[str, list[str], int]:
     """Question, options and the place of the right one, of a row in any known format."""
     if "Correct Answer" in row:
         names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-        return text_of(row, ("Question",)), [text_of(row, (n,)).strip() for n in names], 0
+        options = [text_of(row, (name,)).strip() for name in names]
+        if not all(options):
+            raise ValueError(f"column {names[options.index('')]!r} is empty, expected an option")
+        return text_of(row, ("Question",)), options, 0
     question = text_of(row, ("question", "Question", "text"))
     # ARC has {"text": [...], "label": [...]}, others a list of {"text", "label"}, or of texts.
     listed = take(row, ("options", "choices"))

@@ -86,6 +86,10 @@ def task_options_with_data(
     place = next((option for option in ("data", "eval_data") if option in known), None)
     if place is None:
         raise ValueError(f"task {name} makes its own problems; leave the data out")
+    if place in options and options[place] != data:
+        raise ValueError(
+            f"got --data {data} and {place} = {options[place]!r}; leave out one of the two"
+        )
     return {place: data, **options}
 
 

@@ -53,7 +53,7 @@ def extract(text: str) -> tuple[str | None, str]:
     whole text that is nothing but a short answer. An unfinished box or an unfinished thought means
     that the text was cut.
     """
-    if "<think>" in text and "</think>" not in text:
+    if text.rfind("<think>") > text.rfind("</think>"):
         return None, "the thinking was not finished"
     said = text.rpartition("</think>")[2]
     place = max(said.rfind("\\boxed"), said.rfind("\\fbox"))
@@ -537,8 +537,15 @@ _LONE_UNIT = re.compile(
 )
 
 
+_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?|[a-zA-Z])\s*\^\s*\\circ")
+
+
 def _read_value(text: str, name: str) -> Shape:
     text = _unwrapped(re.sub(r"^\\approx\s*", "", text.strip()))
+    if _TRIG.search(text):
+        # There a degree is part of the value: the sine of 30 degrees is not that of 30.
+        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     words = re.fullmatch(r"\\text\s*\{([^{}]*[0-9][^{}]*)\}", text)
     if words:
         text = words[1].strip()

@@ -318,9 +318,15 @@ def _same_digits(gold: str, answer: str) -> bool | None:
 # Algebra
 
 
+_PRIME = re.compile(r"'|\\prime")
+
+
 def algebra(gold: str, answer: str) -> bool:
     """Whether two LaTeX expressions are equal. May take any time: the caller bounds it."""
     if _JUXTAPOSED.search(answer) or re.search(r"\\text\s*\{[^{}]*[0-9]", answer):
+        return False
+    # math-verify drops the marks of derivatives and of transposes.
+    if _PRIME.findall(gold) != _PRIME.findall(answer):
         return False
     one, other = expression(gold), expression(answer)
     if one is None or other is None or _letters(gold) != _letters(answer):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers_toy import JUNK, ONE, ZERO, ToyTokenizer, Xor
 
+from megatron_binac import run_folder
 from megatron_binac.algo.prompts import Template
 from megatron_binac.rollout.rounds import (
     ITEMS,
@@ -82,6 +83,12 @@ class Zeros(Xor):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         return Prompt(id=f"zeros/{index}", text="00", gold=self.gold, task="zeros")
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    with run_folder.locked(tmp_path), pytest.raises(ValueError, match="in use by process"):
+        run_rounds(*pair(follower, knower), Xor(), TWO_ROUNDS, tmp_path)
+    assert len(run_rounds(*pair(follower, knower), Xor(), TWO_ROUNDS, tmp_path)) == 6
 
 
 def test_an_item_holds_all_rounds(tmp_path: Path) -> None:

@@ -396,3 +396,23 @@ def test_spaces_that_mean_nothing(gold: str, answer: str) -> None:
 )
 def test_what_a_second_reader_found(gold: str, answer: str, same: bool) -> None:
     assert equal(gold, answer) is same
+
+
+DEGREES_AND_PRIMES = [
+    (r"\sin 30^\circ", "0.5", True),
+    (r"\sin 30^\circ", "-0.988031624", False),
+    (r"\cos 20^\circ", r"\sin 70^\circ", True),
+    (r"\sin(x+30^\circ)", r"\sin(x+30)", False),
+    (r"\cos 60^\circ+1", "1.5", True),
+    (r"30^\circ", "30", True),
+    ("f'(x)", "f'(x)", True),
+    ("f'(x)", "f(x)", False),
+    ("x^2", "x'^2", False),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer", "is_equal"), DEGREES_AND_PRIMES)
+def test_degrees_in_functions_and_marks_of_derivatives(
+    gold: str, answer: str, is_equal: bool
+) -> None:
+    assert equal(gold, answer) is is_equal

@@ -29,9 +29,6 @@ def executor_of(stage: Stage, where: Site, *, nodes: int, todo: Sequence[int], f
     further["kill_on_invalid_dep"] = "yes"
     if where.reservation:
         further["reservation"] = where.reservation
-    mounts = [*where.container_mounts] if where.container_image else []
-    if where.container_image and not any(_covers(m, where.workdir) for m in mounts):
-        mounts.append(f"{where.workdir}:{where.workdir}")
     cpus = where.cpus_per_rank * (ranks if torchrun else 1)
     srun_args = [*where.srun_args]
     total = nodes + sum(stage.servers.values())
@@ -57,7 +54,7 @@ def executor_of(stage: Stage, where: Site, *, nodes: int, todo: Sequence[int], f
         signal=f"{where.signal}@{where.stop_before_s}",
         job_name_prefix="binac.",
         container_image=where.container_image or None,
-        container_mounts=mounts,
+        container_mounts=where.mounts,
         srun_args=srun_args or None,
         setup_lines=script.of_batch(stage, where, folder, nodes=nodes),
         dependency_type=stage.when,
@@ -141,10 +138,3 @@ def _packager(where: Site) -> Any:
     if where.code == "git":
         return run.GitArchivePackager(check_uncommitted_changes=False)  # preflight has listed them
     return run.Packager()
-
-
-def _covers(mount: str, path: str) -> bool:
-    """Whether a mount makes `path` visible at the same place."""
-    source, _, rest = mount.partition(":")
-    target = rest.partition(":")[0] or source
-    return source == target and Path(path).is_relative_to(source)

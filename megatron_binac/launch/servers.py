@@ -183,9 +183,8 @@ def _place(site: Site) -> list[str]:
     words = []
     code = f"{RESERVED}/code" if site.code == "git" else ""
     if site.container_image:
-        mounts = [*site.container_mounts, f"{site.workdir}:{site.workdir}"]
         words += [f"--container-image={site.container_image}"]
-        words += [f"--container-mounts={','.join(mounts)}"]
+        words += [f"--container-mounts={','.join(site.mounts)}"]
         words += [f"--container-workdir={code}"] if code else []
     elif code:
         words.append(f"--chdir={code}")

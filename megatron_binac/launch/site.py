@@ -92,6 +92,22 @@ class Site:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {least} or more")
         seconds(self.time)
 
+    @property
+    def mounts(self) -> list[str]:
+        """What is mounted into the container, `workdir` among it; empty without a container."""
+        if not self.container_image:
+            return []
+        own = f"{self.workdir}:{self.workdir}"
+        covered = any(_covers(mount, self.workdir) for mount in self.container_mounts)
+        return [*self.container_mounts, *([] if covered else [own])]
+
+
+def _covers(mount: str, path: str) -> bool:
+    """Whether a mount makes `path` visible at the same place."""
+    source, _, rest = mount.partition(":")
+    target = rest.partition(":")[0] or source
+    return source == target and Path(path).is_relative_to(source)
+
 
 def load(path: Path) -> Site:
     """The site that a TOML file describes; ValueError names the file, the key and the mend."""

@@ -194,26 +194,24 @@ def _warm_start(experiment: Experiment, role: str) -> Stage | None:
 
 def train(experiment: Experiment) -> Stage:
     """The bilevel training itself."""
-    server_tp = _server_tp(experiment)
     tasks = []
     for variant in experiment.variants:
         place = experiment.run_dir(variant)
         argv = ("train", variant.recipe, "--run-dir", str(place), *_sets(variant))
-        task = Task(argv=argv, makes=place, key=configs.to_json(variant.config))
-        tasks.append(_served(task, experiment, variant))
-    return Stage(
-        name="train",
-        tasks=tuple(tasks),
-        after=("warm_actor", "warm_critic"),
-        servers=experiment.servers,
-        server_tp=server_tp,
-    )
+        tasks.append(Task(argv=argv, makes=place, key=configs.to_json(variant.config)))
+    after = ("warm_actor", "warm_critic")
+    return _served(Stage(name="train", tasks=tuple(tasks), after=after), experiment)
 
 
-def _served(task: Task, experiment: Experiment, variant: Variant) -> Task:
-    place = experiment.run_dir(variant)
-    serves = {role: servers.command(variant.config, role, place) for role in experiment.servers}
-    return replace(task, serves=serves, engines=place)
+def _served(stage: Stage, experiment: Experiment) -> Stage:
+    """A stage of one task a variant, with the servers that its roles sample from."""
+    server_tp = _server_tp(experiment)
+    tasks = []
+    for task, variant in zip(stage.tasks, experiment.variants, strict=True):
+        place = experiment.run_dir(variant)
+        serves = {role: servers.command(variant.config, role, place) for role in server_tp}
+        tasks.append(replace(task, serves=serves, engines=place))
+    return replace(stage, tasks=tuple(tasks), servers=experiment.servers, server_tp=server_tp)
 
 
 def _server_tp(experiment: Experiment) -> dict[str, int]:
@@ -249,21 +247,13 @@ def export(experiment: Experiment) -> Stage:
 
 def evaluate(experiment: Experiment) -> Stage:
     """Every run on its held-out problems."""
-    server_tp = _server_tp(experiment)
     tasks = []
     for variant in experiment.variants:
         file = experiment.folder / "eval" / f"{variant.name}.json"
         argv = ("eval", str(experiment.run_dir(variant)), "--output", str(draft_of(file)))
         key = configs.to_json(variant.config)
-        task = Task(argv=argv, makes=file, drafted=True, key=key)
-        tasks.append(_served(task, experiment, variant))
-    return Stage(
-        name="eval",
-        tasks=tuple(tasks),
-        after=("train",),
-        servers=experiment.servers,
-        server_tp=server_tp,
-    )
+        tasks.append(Task(argv=argv, makes=file, drafted=True, key=key))
+    return _served(Stage(name="eval", tasks=tuple(tasks), after=("train",)), experiment)
 
 
 def bench(experiment: Experiment) -> Stage:

@@ -1,9 +1,8 @@
 """Sampling by vLLM servers on other nodes, refitted every step.
 
 The first rank of the job talks to every server over HTTP and hands the answers to the others.
-Servers are started by hand or by a launcher, with what `COMMAND` says; several are replicas that
-share the prompts out. New weights go by files on a disk that both sides see, over CUDA IPC, or over
-NCCL.
+Servers are started by hand or by `binac launch` (docs/engines.md); several are replicas that share
+the prompts out. New weights go by files on a disk that both sides see, over CUDA IPC, or over NCCL.
 """
 
 from __future__ import annotations
@@ -39,15 +38,6 @@ from megatron_binac.types import Completion, Sampling
 logger = logging.getLogger(__name__)
 
 WAIT_STEP_S = 1.0
-COMMAND = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --skip-tokenizer-init "
-    "--load-format dummy --logprobs-mode raw_logprobs --enable-prefix-caching "
-    "--worker-extension-cls megatron_binac.rollout.vllm_engine.WorkerExtension "
-    """--weight-transfer-config '{"backend": "binac"}'"""
-)
-"""How a server is started. FOLDER holds a config.json; the backend is `binac` for files,
-`binac_ipc` or `binac_nccl`; with a training temperature other than 1, the mode is
-`processed_logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

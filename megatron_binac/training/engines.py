@@ -86,8 +86,8 @@ def _resolved(text: str, env: Mapping[str, str]) -> str:
         return text
     if not env.get(text[1:]):
         raise ValueError(
-            f"engine.urls names the variable {text}, which is not set; `binac launch --servers` "
-            "sets it in its jobs, elsewhere export it or give the addresses"
+            f"engine.urls or engine.address names the variable {text}, which is not set; "
+            "`binac launch --servers` sets it in its jobs, elsewhere export it or give addresses"
         )
     return env[text[1:]]
 

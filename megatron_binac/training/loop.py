@@ -117,7 +117,7 @@ def train(run: Run) -> bool:
             with run.clock.phase("follow"):  # the actor's inner problem, the critic held fixed
                 terms, log = follow_terms(situation(run, cfg, step, trees_P))
                 log |= run.actor.learn(terms)
-                publish(run)
+                publish(run.players, run.actor, run.critic)
                 run.telemetry.log(step, "actor/follow", log)
                 count_flops(run, step, "follow")
 
@@ -131,7 +131,7 @@ def train(run: Run) -> bool:
             with run.clock.phase("lead"):  # the critic's outer problem: paid for what its words did
                 terms, log = lead_terms(situation(run, cfg, step, run.block))
                 log |= run.critic.learn(terms)
-                publish(run)
+                publish(run.players, run.actor, run.critic)
                 run.telemetry.log(step, "critic/lead", log)
                 count_flops(run, step, "lead")
                 if "entropy" in log:
@@ -196,11 +196,11 @@ def situation(run: Run, cfg: Config, step: int, trees: Sequence[Tree]) -> Situat
     )
 
 
-def publish(run: Run) -> None:
+def publish(players: Players, actor: Learner, critic: Learner | None) -> None:
     """From here on the engines answer with the policies as they stand."""
-    run.players.actor.publish(run.actor.num_updates)
-    if run.critic is not None and run.players.critic is not None:
-        run.players.critic.publish(run.critic.num_updates)
+    players.actor.publish(actor.num_updates)
+    if critic is not None and players.critic is not None:
+        players.critic.publish(critic.num_updates)
 
 
 def leads(run: Run, cfg: Config) -> bool:

@@ -141,9 +141,7 @@ def load_weights(
     """The weights of a checkpoint, for the learners and for the engines that have copies of their
     own; its state."""
     state = checkpoint.load(path, learners)
-    players.actor.publish(learners["actor"].num_updates)
-    if players.critic is not None:
-        players.critic.publish(learners.get("critic", learners["actor"]).num_updates)
+    publish(players, learners["actor"], learners.get("critic", learners["actor"]))
     return state
 
 
@@ -380,7 +378,7 @@ def _build_run(
         run.telemetry.note(f"resumed from {path}: step {first_step} comes next")
     if config.offload_idle:
         _take_turns(run, learners)
-    publish(run)
+    publish(run.players, run.actor, run.critic)
     return run
 
 
@@ -406,9 +404,9 @@ def _look_ahead(run: Run, actor: MegatronLearner, terms: Sequence[Term]) -> Iter
     with scratch(actor):
         for _ in range(run.config.bilevel.lookahead_steps):
             actor.learn(terms)
-        publish(run)
+        publish(run.players, run.actor, run.critic)
         yield
-    publish(run)
+    publish(run.players, run.actor, run.critic)
 
 
 def _needs_reference(config: Config, learner: MegatronLearner) -> bool:
